@@ -19,8 +19,8 @@ from waiting import until
 from mgpu.errors import AuthError, MgpuError, NoCapacity, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import FleetRequest, Handle, Intent, NodePhase, NodeState, Provider
+from mgpu.providers.hosts import on_host, ssh
 from mgpu.providers.hosts import provider as module
-from mgpu.providers.hosts import ssh
 from mgpu.remote.node import Node, connect
 from mgpu.remote.targets import Target
 
@@ -94,7 +94,7 @@ def test_a_session_of_the_run_is_at_home_in_its_own_folder_and_behaves_as_any(ra
         assert said(ssh, "printf", "%s|", "two words", "$(id)") == "two words|$(id)|"
         ssh.write("notes/a", b"by SFTP")
         assert (home / "notes" / "a").read_bytes() == b"by SFTP"
-    assert f"{MINE}/{T1[:10]}/enter" in machine.keys
+    assert f"{MINE}/{on_host._link(key.with_suffix('.pub').read_text())}/enter" in machine.keys
     assert "expiry-time=" in machine.keys, "sshd ends it, too"
 
 
@@ -223,6 +223,39 @@ def test_a_create_that_was_cut_off_is_found_and_completed(rack: Rack, key: Path,
     assert whole.ids == tuple(machine.id for machine in rack.machines[:2])
 
 
+def test_what_an_earlier_try_has_taken_is_free_again_where_the_rest_cannot_be_had(rack: Rack, key: Path, monkeypatch):
+    provider, take = rack.provider(), ssh.Client.ask
+    request, offer = wanted(provider, key, 2)
+
+    def ask(client: ssh.Client, host, asked, **more):
+        if asked["verb"] == "take" and host.address != "host-0":
+            raise KeyboardInterrupt if killed else Transient("not now", "")
+        return take(client, host, asked, **more)
+
+    monkeypatch.setattr(ssh.Client, "ask", ask)
+    for killed, told in ((True, KeyboardInterrupt), (False, NoCapacity)):
+        with pytest.raises(told):
+            provider.create(request, offer, T1)
+    assert all(nothing_is_left(rack, machine) for machine in rack.machines)
+
+
+def test_a_host_that_was_set_up_anew_keeps_no_other_from_being_given_back(rack: Rack, key: Path, monkeypatch):
+    provider, ask = rack.provider(), ssh.Client.ask
+    handle = provider.create(*wanted(provider, key, 2), T1)
+
+    def anew(client: ssh.Client, host, asked, **more):
+        if host.address == "host-0":
+            raise AuthError("host host-0 shows another host key than the known one", "")
+        return ask(client, host, asked, **more)
+
+    monkeypatch.setattr(ssh.Client, "ask", anew)
+    with pytest.raises(AuthError, match="another host key"):
+        provider.destroy(handle)
+    assert nothing_is_left(rack, rack.machines[1])
+    monkeypatch.setattr(module.time, "time", lambda at=module.time.time: at() + 601)
+    assert provider.destroy(handle), "after its hard cap it holds nothing"
+
+
 def test_a_host_that_does_not_answer_is_unknown_until_it_is_asked_to_end_and_a_spare_takes_its_place(
     rack: Rack, key: Path
 ):
@@ -273,6 +306,7 @@ def test_another_user_of_the_host_is_told_who_has_it_and_cannot_be_taken_from(ra
         "record": record,
         "lease_s": 300,
         "hard_cap_s": 600,
+        "ends_by": 0,
         "key": key.with_suffix(".pub").read_text(),
     }
     take |= {"source": text, "lease_script": module._LEASE.read_text(), "folder": "/var/tmp/hers"}
@@ -294,7 +328,7 @@ def test_another_user_of_the_host_is_told_who_has_it_and_cannot_be_taken_from(ra
 
 
 def test_hosts_that_share_a_home_do_not_meet_in_it(rack: Rack, key: Path):
-    first, second = rack.add(home=rack.folder / "nfs"), rack.add(home=rack.folder / "nfs")
+    first, second, third = (rack.add(home=rack.folder / "nfs") for _ in range(3))
     try:
         rack.serve()
         provider = rack.provider(first.name, second.name)
@@ -305,10 +339,19 @@ def test_hosts_that_share_a_home_do_not_meet_in_it(rack: Rack, key: Path):
         assert provider.destroy(handle, (one.id,))
         with logged_in(two, key) as other:
             assert said(other, "echo", "still here") == "still here"
-        assert provider.destroy(handle)
-        assert nothing_is_left(rack, second)
+        provider = rack.provider(first.name, second.name, third.name)
+        second.lose_power()
+        assert not provider.destroy(handle, (two.id,))
+        request, offer = wanted(provider, key, 2)
+        spare = provider.repair(handle, (1,), request.model_copy(update={"generation": 2}), offer, T2)
+        with logged_in(provider.describe(spare).nodes[1], key) as other:
+            assert said(other, "pwd").endswith(f"{T2[:10]}-1/home"), "the line of the one before it is in the file, too"
+        assert provider.destroy(spare)
+        rack.serve()
+        assert provider.describe(handle).nodes[1].phase is NodePhase.TERMINATED, "it was started anew"
+        assert nothing_is_left(rack, third)
     finally:
-        for machine in (first, second):
+        for machine in (first, second, third):
             machine.lose_power()
             rack.machines.remove(machine)
 

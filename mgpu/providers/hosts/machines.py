@@ -130,7 +130,7 @@ def _missing(needed: Requirements | None, host: Host, answer: dict[str, Any]) ->
     if abs(skew_s) > _SKEW_S:
         found.append((f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}", "Set it (NTP)."))
     if answer["kills_at_logout"]:
-        cure = "Ask its administrator for `loginctl enable-linger` for this user."
+        cure = "Ask its administrator for this user in `KillExcludeUsers` of logind.conf."
         found.append(("it ends what a user leaves running at logout (KillUserProcesses)", cure))
     if answer["unreached"]:
         away = ", ".join(f"{address}:{port}" for address, port in answer["unreached"])

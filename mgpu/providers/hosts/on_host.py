@@ -6,9 +6,10 @@ that boots anew lets go of it. None of this is in a home: hosts may share one.
     /var/tmp/mgpu-hosts.lock/      anybody's, and stays
     /var/tmp/mgpu-hosts-<uid>/     this user's, and stays:
         holder.json                who holds the host, for everybody to read
-        <gang>                     link to the folder of the run: the same path on all hosts, for authorized_keys
+        host.py, lease.sh          this script, and the clock that calls it: here until the very last of a run has ended
+        <key>                      link to the folder of the run: the same path on all hosts, for authorized_keys
         ended/<name>.json          what has ended here, and why: no token makes anything twice
-    <folder>/<name>/               of the run: home, tmp, this script, lease.sh
+    <folder>/<name>/               of the run: home, tmp
 
 A run's processes have MARK in their environment, or are below one that has: `session` adopts what leaves its parents.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import json
 import os
 import pwd
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ LOCK = BASE / "mgpu-hosts.lock"
 MINE = BASE / f"mgpu-hosts-{os.getuid()}"
 HOLDER, ENDED = MINE / "holder.json", MINE / "ended"
 _TERM_S, _KILL_S, _POLL_S, _KEPT_S, _SMI_S = 2.0, 8.0, 5, 30 * 86400, 60
+_LATE_S, _KEYS_S = 60, 30  # a take that waited longer is not expected any more; a change of keys takes far less
 _SFTP = ("lib/openssh", "libexec/openssh", "lib/ssh", "libexec", "lib64/ssh", "lib/misc")
 _WATCH = 'while :; do /bin/sh "$0" "$@"; sleep 1; done'  # fd 9 is the lock: a clock without its watch holds it, too
 
@@ -43,7 +46,9 @@ _WATCH = 'while :; do /bin/sh "$0" "$@"; sleep 1; done'  # fd 9 is the lock: a c
 def main(asked: dict[str, Any]) -> dict[str, Any]:
     """Answers one request. Raises OSError."""
     facts = {"now": time.time(), **(_facts(asked["facts"]) if asked.get("facts") else {})}
+    asked["since"] = time.time()
     with _alone():
+        _keep_fresh()
         _settle()
         done = {"look": _look, "take": _take, "end": _end_for_good}[asked["verb"]](asked)
         held = _read(HOLDER) or None
@@ -61,6 +66,13 @@ def _gang(name: str) -> str:
     return name.partition("-")[0]
 
 
+def _keep_fresh() -> None:
+    """Systemd removes what nobody has touched in /var/tmp for 30 days."""
+    for path in MINE.iterdir():
+        with suppress(OSError):
+            os.utime(path, follow_symlinks=False)
+
+
 # --- taking and letting go ------------------------------------------------------------------------------------------
 
 
@@ -68,7 +80,8 @@ def _take(asked: dict[str, Any]) -> dict[str, Any]:
     """Takes the host, unless it is held, or was by this token. `record` says for whom."""
     record = asked["record"]
     gang = _gang(record["name"])
-    if HOLDER.exists() or any(ENDED.glob(f"{gang}-*.json")):
+    late = time.time() - asked["since"] > _LATE_S  # whoever asked has given it up
+    if late or HOLDER.exists() or any(ENDED.glob(f"{gang}-*.json")):
         return {}
     lock = _locked()
     if lock is None:
@@ -78,22 +91,24 @@ def _take(asked: dict[str, Any]) -> dict[str, Any]:
         each.mkdir(parents=True, exist_ok=True, mode=0o700)
     up, now = _uptime(), time.time()
     record.update(folder=str(folder), user=pwd.getpwuid(os.getuid()).pw_name, since=now, boot=_boot(), watch=None)
-    record.update(hard_cap_at=int(now + asked["hard_cap_s"]))
+    hard_cap_s = min(asked["hard_cap_s"], max(0.0, asked["ends_by"] - now) if asked["ends_by"] else asked["hard_cap_s"])
+    record.update(hard_cap_at=int(now + hard_cap_s), link=_link(asked["key"]))
     _write(HOLDER, record)  # from here on it is found, and ended
-    lease, script = folder / "home" / ".mgpu" / "lease", folder / "host.py"
+    lease, script, clock = folder / "home" / ".mgpu" / "lease", MINE / "host.py", MINE / "lease.sh"
     lease.write_text(f"{int(up + asked['lease_s'])}\n")
     script.write_text(asked["source"])
-    (folder / "lease.sh").write_text(asked["lease_script"])
-    python = [sys.executable, "-I", "-S", str(script)]
-    (folder / "enter").write_text(f"{MARK}={record['name']} exec '{sys.executable}' -I -S '{script}' session\n")
-    link = MINE / gang
+    clock.write_text(asked["lease_script"])
+    python = f"'{sys.executable}' -I -S '{script}'"
+    (folder / "enter").write_text(f"{MARK}={record['name']} exec {python} session '{folder}'\n")
+    link = MINE / record["link"]
     if link.is_symlink():
         link.unlink()
     link.symlink_to(folder)
-    clock = [str(folder / "lease.sh"), str(lease), str(int(up + asked["hard_cap_s"])), str(_POLL_S)]
+    _let_in(record, asked["key"])
     os.dup2(lock, 9)
+    until = [str(lease), str(int(up + hard_cap_s)), str(_POLL_S)]
     watch = subprocess.Popen(
-        ["/bin/sh", "-c", _WATCH, *clock, *python, "end"],
+        ["/bin/sh", "-c", _WATCH, str(clock), *until, sys.executable, "-I", "-S", str(script), "end", record["name"]],
         pass_fds=(9,),
         cwd="/",
         env={**os.environ, MARK: record["name"]},
@@ -104,8 +119,13 @@ def _take(asked: dict[str, Any]) -> dict[str, Any]:
     )
     record["watch"] = _process(watch.pid)
     _write(HOLDER, record)
-    _let_in(record, asked["key"], gang)
     return {}
+
+
+def _link(key: str) -> str:
+    """The name of the link that sessions of a key go by. Hosts that share a home have the lines of each other in one
+    file, and sshd takes the first one of a key: it has to lead to the right folder on all of them."""
+    return hashlib.sha256(" ".join(key.split()[:2]).encode()).hexdigest()[:10]
 
 
 def _end_for_good(asked: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +134,8 @@ def _end_for_good(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(name: str, reason: str, *, keep: bool = True) -> bool:
-    """Ends all that a run has here; absent is success. False: something is left. `keep`: its token is used up."""
+    """Ends all that a run has here; absent is success. False: a process or a container is left, and the host stays
+    held. A file that cannot be removed holds nobody up: it is told. `keep`: its token is used up."""
     record = _read(HOLDER)
     ours = record.get("name") == name
     if ours and not record.get("ending"):
@@ -136,21 +157,22 @@ def _end(name: str, reason: str, *, keep: bool = True) -> bool:
     if not ours:
         return True
     folder = Path(record["folder"])
-    _remove_containers(folder / "home")
-    for _ in range(2):  # what a program has made read-only needs a second try
-        shutil.rmtree(folder, ignore_errors=True)
-        for above, _names, _files in os.walk(folder):
-            Path(above).chmod(0o700)
-    if folder.exists():
+    if not _without_containers(folder / "home"):
         return False
-    _let_out(name)
+    left = [] if _removed(folder) else [str(folder)]
+    try:
+        _let_out(name)
+    except OSError as error:  # sshd refuses it after its hard cap, and it leads nowhere
+        left.append(f"the run's line in authorized_keys ({error})")
     if keep:
         ENDED.mkdir(exist_ok=True)
-        _write(ENDED / f"{name}.json", {**record, "ended": record["ending"]})
+        reason = f"{record['ending']}; not removed: {', '.join(left)}" if left else record["ending"]
+        _write(ENDED / f"{name}.json", {**record, "ended": reason})
         for path in [path for path in ENDED.iterdir() if time.time() - path.stat().st_mtime > _KEPT_S]:
             path.unlink()
-    for path in (MINE / _gang(name), HOLDER):
-        path.unlink(missing_ok=True)  # it may have been cut off before there was one
+    if record.get("link"):  # else it was cut off before there was one
+        _unlink(MINE / record["link"])
+    _unlink(HOLDER)
     for pid in _running(name, None, spare_me=False):  # the watch: the lock goes with it
         _signal(pid, signal.SIGKILL)
     for _ in range(100):
@@ -158,6 +180,26 @@ def _end(name: str, reason: str, *, keep: bool = True) -> bool:
             break
         time.sleep(0.01)
     return True
+
+
+def _removed(folder: Path) -> bool:
+    """Removes it. What a program has made unreadable or read-only needs a second try."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with suppress(OSError):
+            folder.chmod(0o700)
+        for above, names, _files in os.walk(folder):  # each is opened before it is gone into
+            for path in (Path(above, name) for name in names):
+                if not path.is_symlink():
+                    with suppress(OSError):
+                        path.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
+
+
+def _unlink(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()
 
 
 def _settle() -> None:
@@ -181,14 +223,14 @@ def _locked() -> int | None:
             LOCK.chmod(0o755)
         except FileExistsError:
             pass
-    lock = os.open(LOCK, os.O_RDONLY | os.O_DIRECTORY)
     for _ in range(10):  # somebody may only be looking
-        try:
+        lock = os.open(LOCK, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(0.02)
-    os.close(lock)
+            if os.fstat(lock).st_ino == LOCK.stat().st_ino:  # not one that was removed, and made anew
+                return lock
+        os.close(lock)
+        time.sleep(0.02)
     return None
 
 
@@ -220,56 +262,60 @@ def _alone() -> Iterator[None]:
 # --- the run's key ---------------------------------------------------------------------------------------------------
 
 
-def _let_in(record: dict[str, Any], key: str, gang: str) -> None:
+def _let_in(record: dict[str, Any], key: str) -> None:
     """Adds the key, for this run's sessions alone; sshd refuses it some time after the hard cap, whatever happens here:
     an hour later, because its time is local, and an hour of each autumn has two ends."""
     until = time.strftime("%Y%m%d%H%M%S", time.localtime(record["hard_cap_at"] + 3660))
-    command = f"[ -O {MINE} ] && exec /bin/sh {MINE}/{gang}/enter"
+    command = f"[ -O {MINE} ] && exec /bin/sh {MINE}/{record['link']}/enter"
     line = f'restrict,pty,port-forwarding,expiry-time="{until}",command="{command}" '
     line += " ".join(key.split()[:2]) + f" {LABEL}{record['name']}"
     with _keys() as path:
-        old = path.read_text() if path.exists() else ""
-        _replace(path, old + ("" if old.endswith("\n") or not old else "\n") + line + "\n")
+        old = path.read_bytes() if path.exists() else b""
+        _replace(path, old + (b"" if old.endswith(b"\n") or not old else b"\n") + line.encode() + b"\n")
 
 
 def _let_out(name: str) -> None:
     with _keys() as path:
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        left = [line for line in lines if not line.rstrip().endswith(f" {LABEL}{name}")]
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        left = [line for line in lines if not line.rstrip().endswith(f" {LABEL}{name}".encode())]
         if len(left) < len(lines):
-            _replace(path, "".join(left))
+            _replace(path, b"".join(left))
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     aside = path.with_name(f"{path.name}.mgpu-{os.getpid()}")
     aside.touch(mode=0o600)
     if path.exists():
         shutil.copymode(path, aside)
-    aside.write_text(text)
+    aside.write_bytes(content)
     aside.replace(path)
 
 
 @contextmanager
 def _keys() -> Iterator[Path]:
-    """The file of keys, for one host at a time: a folder is made once on every file system, also on a shared one."""
+    """The file of keys, for one host at a time: a folder is made once on every file system, also on a shared one.
+    Raises OSError: somebody has it all the time."""
     path = Path("~/.ssh/authorized_keys").expanduser().resolve()
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    lock = path.parent / ".mgpu-hosts.lock"
+    lock, begun = path.parent / ".mgpu-hosts.lock", time.monotonic()
     while True:
         try:
             lock.mkdir()
             break
         except FileExistsError:
-            try:
-                if time.time() - lock.stat().st_mtime > 30:  # whoever made it has died
-                    lock.rmdir()
-            except FileNotFoundError:
-                pass
+            if time.monotonic() - begun > _KEYS_S + 10:
+                raise
+            with suppress(FileNotFoundError):
+                if time.time() - lock.stat().st_mtime > _KEYS_S:  # whoever made it has died; of two, one breaks it
+                    aside = lock.with_name(f"{lock.name}.{socket.gethostname()}-{os.getpid()}")
+                    lock.rename(aside)
+                    aside.rmdir()
             time.sleep(0.05)
     try:
         yield path
     finally:
-        lock.rmdir()
+        with suppress(FileNotFoundError):
+            lock.rmdir()
 
 
 def session(folder: Path) -> int:
@@ -379,19 +425,31 @@ def _signal(pid: int, number: int) -> None:
         pass
 
 
-def _remove_containers(home: Path) -> None:
-    found = _printed("docker", "ps", "--all", "--quiet", f"--filter=label=dev.mgpu.home={home}").split()
-    if found:
-        _printed("docker", "rm", "--force", "--volumes", *found)
+def _without_containers(home: Path) -> bool:
+    """Removes those of the run; False: Docker does not do it. Where none was begun nobody asks it."""
+    if not (home / ".mgpu" / "container.lock").exists():
+        return True
+    try:
+        found = _run("docker", "ps", "--all", "--quiet", f"--filter=label=dev.mgpu.home={home}", HOME=str(home)).split()
+        if found:
+            _run("docker", "rm", "--force", "--volumes", *found, HOME=str(home))
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _run(*command: str, **environment: str) -> str:
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    given = {**os.environ, **environment}
+    done = subprocess.run(command, timeout=_SMI_S, check=True, stdin=nothing, stdout=pipe, stderr=nothing, env=given)
+    return done.stdout.decode(errors="replace")
 
 
 def _printed(*command: str) -> str:
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
-        done = subprocess.run(command, timeout=_SMI_S, check=True, stdin=nothing, stdout=pipe, stderr=nothing)
+        return _run(*command)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.decode(errors="replace")
 
 
 def _facts(asked: dict[str, Any]) -> dict[str, Any]:
@@ -402,15 +460,19 @@ def _facts(asked: dict[str, Any]) -> dict[str, Any]:
     gpus = [line.split(", ") for line in _printed(*smi, "--query-gpu=name,memory.total,driver_version").splitlines()]
     version = _printed(asked["python"], "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
     manager = "org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager"
-    ends = _printed("busctl", "get-property", *manager, "KillUserProcesses").strip() == "b true"
     return {
-        "gpus": [{"name": each[0], "memory_mib": each[1], "driver": each[2]} for each in gpus if len(each) == 3],
+        "gpus": [
+            # one whose memory is the host's own, or that fails, says `[N/A]`
+            {"name": each[0], "memory_mib": each[1] if each[1].isdecimal() else "0", "driver": each[2]}
+            for each in gpus
+            if len(each) == 3
+        ],
         "gpu_programs": len(_printed(*smi, "--query-compute-apps=pid").split()),
         "vcpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "disk_gib": round(shutil.disk_usage(above).free / 2**30, 1) if os.access(above, os.W_OK) else 0,
         "python": version,
-        "kills_at_logout": ends and not Path("/var/lib/systemd/linger", pwd.getpwuid(os.getuid()).pw_name).exists(),
+        "kills_at_logout": _printed("busctl", "get-property", *manager, "KillUserProcesses").strip() == "b true",
         "address": os.environ.get("SSH_CONNECTION", "").split(" ")[2:3],
         "host_keys": [path.read_text() for path in Path("/etc/ssh").glob("*_key.pub") if os.access(path, os.R_OK)],
     }
@@ -448,8 +510,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    place = Path(__file__).resolve().parent
     if sys.argv[1] == "session":
-        sys.exit(session(place))
+        sys.exit(session(Path(sys.argv[2])))
     with _alone():
-        _end(place.name, "its lease or its hard cap has ended")
+        _end(sys.argv[2], "its lease or its hard cap has ended")

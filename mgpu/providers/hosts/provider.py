@@ -143,18 +143,21 @@ class HostsProvider(Provider):
         that does not answer counts as gone after its hard cap. Raises AuthError: one cannot be logged in to."""
         request = {"verb": "end", "reason": "given back"}
         wanted = handle.ids if nodes is None else nodes
-        found = self._each_id(wanted, lambda host, name: self._ask(host, {**request, "names": [name]}))
+        found = self._each_id(wanted, lambda host, name: self._client.ask(host, {**request, "names": [name]}))
         gone = [self._gone(each, answer) for each, answer in found]
+        for _, answer in found:  # after all have been asked, and looked at
+            if isinstance(answer, ProviderError) and not isinstance(answer, Transient):
+                raise answer
         return all(gone)
 
-    def _gone(self, each: str, answer: dict[str, Any] | Transient) -> bool:
+    def _gone(self, each: str, answer: dict[str, Any] | ProviderError) -> bool:
         note = _asked_to_end(each)
-        if isinstance(answer, Transient) and time.time() < _parts(each)[2]:
+        if isinstance(answer, ProviderError) and time.time() < _parts(each)[2]:
             note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             note.touch()
             return False
         note.unlink(missing_ok=True)
-        return isinstance(answer, Transient) or answer["gone"]
+        return isinstance(answer, ProviderError) or answer["gone"]
 
     # --- taking -------------------------------------------------------------------------------------------------
 
@@ -183,7 +186,7 @@ class HostsProvider(Provider):
                         told.append(f"{host.address} {record}")
                 missing = [rank for rank in missing if rank not in made]
             if missing:
-                self._let_go(made)
+                self._let_go({**{rank: known[rank] for rank in ranks if rank in known}, **made})
                 cure = "Wait for those that are held, or name more hosts."
                 raise NoCapacity(f"hosts: {len(missing)} too few are free", "\n".join(told), cure, scope="offer")
         return {rank: _id(record) for rank, record in {**known, **made}.items()}
@@ -196,7 +199,7 @@ class HostsProvider(Provider):
         name, who = f"{token[:10]}-{rank}", f"{getpass.getuser()}@{os.uname().nodename}"
         record = {"name": name, "token": token, "rank": rank, "size": request.requirements.nodes, "asked": asked}
         record |= {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
-        take = {"lease_s": request.lease_s, "hard_cap_s": request.hard_cap_s, "key": request.ssh_public_key}
+        take = request.model_dump(include={"lease_s", "hard_cap_s", "ends_by"}) | {"key": request.ssh_public_key}
         texts = {"source": script(), "lease_script": _LEASE.read_text(), "folder": host.folder}
         wanted = {"verb": "take", "names": [token[:10]], "record": {**record, "by": who, "node": node}, **take, **texts}
         try:
@@ -210,10 +213,14 @@ class HostsProvider(Provider):
 
     def _let_go(self, made: Mapping[int, dict[str, Any]]) -> None:
         """Gives back what a call has taken that takes nothing: its token can be used again."""
-        for record in made.values():
+
+        def let_go(record: Mapping[str, Any]) -> None:
             request = {"verb": "end", "reason": "not needed", "names": [record["name"]], "forget": True}
             with suppress(ProviderError):  # its lease ends it
                 self._client.ask(self._host(record["address"]), request)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(let_go, made.values()))
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -244,24 +251,21 @@ class HostsProvider(Provider):
         answer = self._client.ask(host, request, meet=facts)
         return {**answer, "between": (before, time.time())}
 
-    def _ask(self, host: Host, request: Mapping[str, Any]) -> dict[str, Any] | Transient:
-        try:
-            return self._client.ask(host, request)
-        except Transient as error:
-            return error
-
     def _each_id(
-        self, ids: Sequence[str], ask: Callable[[Host, str], dict[str, Any] | Transient]
-    ) -> list[tuple[str, dict[str, Any] | Transient]]:
-        """What the hosts of these ids answer, or that they do not; ids that are none of ours are left out."""
+        self, ids: Sequence[str], ask: Callable[[Host, str], dict[str, Any]]
+    ) -> list[tuple[str, dict[str, Any] | ProviderError]]:
+        """What the hosts of these ids answer, or why they do not: after its hard cap it does not matter why. Ids that
+        are none of ours are left out."""
         ours = [each for each in ids if _parts(each)[0]]
 
-        def asked(each: str) -> dict[str, Any] | Transient:
-            address, name, _ = _parts(each)
+        def asked(each: str) -> dict[str, Any] | ProviderError:
+            address, name, hard_cap_at = _parts(each)
             try:
                 return ask(self._host(address), name)
             except Transient as error:
                 return error
+            except ProviderError as error:
+                return Transient(error.what, error.why) if time.time() >= hard_cap_at else error
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(zip(ours, pool.map(asked, ours), strict=True))
@@ -286,12 +290,12 @@ class HostsProvider(Provider):
         )
 
 
-def _described(rank: int, each: str, answer: dict[str, Any] | Transient | None) -> NodeState:
+def _described(rank: int, each: str, answer: dict[str, Any] | ProviderError | None) -> NodeState:
     if answer is None:
         return NodeState(rank=rank, id=each, phase=NodePhase.TERMINATED, reason="no host was taken for this rank")
     address, name, hard_cap_at = _parts(each)
-    if isinstance(answer, Transient):
-        if time.time() < hard_cap_at and not _asked_to_end(each).exists():
+    if isinstance(answer, ProviderError):
+        if time.time() < hard_cap_at and not (isinstance(answer, Transient) and _asked_to_end(each).exists()):
             raise answer
         why, late = f"{address} does not answer", time.time() >= hard_cap_at
         phase, clock = (NodePhase.TERMINATED, "hard cap") if late else (NodePhase.ENDING, "lease")

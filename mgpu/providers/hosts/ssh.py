@@ -26,6 +26,7 @@ _OPTIONS = {  # no question is asked, and no unknown host is trusted, whatever t
     "RemoteCommand": "none",
     "RequestTTY": "no",
     "PermitLocalCommand": "no",
+    "ControlMaster": "no",  # one that stays in the background keeps what this reads open
 }
 _SHOWN = re.compile(r"Server host (?:key|certificate): \S+ (SHA256:[A-Za-z0-9+/]+)")
 _DEBUG = re.compile(r"^debug\d: .*\n?", re.MULTILINE)
@@ -50,7 +51,7 @@ class Client:
             InvalidRequest: it has no Python, or what it is asked for cannot be done there.
         """
         program = script() + f"\nprint(); print(json.dumps(main(json.loads({json.dumps(dict(asked))!r}))))\n"
-        options = {**_OPTIONS, **({"ControlPath": "none"} if meet else {})}
+        options = {**_OPTIONS, **({"ControlPath": "none"} if meet else {"LogLevel": "ERROR"})}
         words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
         command = ["ssh", *(["-v"] if meet else []), *words, *self._to(host), f"'{host.python}' -I -S -"]
         done = self._run(command, program, _ASK_S)
@@ -93,14 +94,15 @@ class Client:
 
     def _via(self, settings: Mapping[str, str]) -> dict[str, Any] | None:
         """What carries SSH to the node, where the user's configuration goes through something else."""
-        there, config = f"{settings['hostname']}:{settings['port']}", ["-F", self.config] if self.config else []
+        name, config = settings["hostname"], ["-F", self.config] if self.config else []
+        there = f"[{name}]:{settings['port']}" if ":" in name else f"{name}:{settings['port']}"
         if (jump := settings.get("proxyjump", "none")) != "none":
             *before, last = jump.split(",")
-            user, _, place = last.rpartition("@")
             first = ["-J", ",".join(before)] if before else []
-            name, _, port = place.rpartition(":") if place.count(":") == 1 else (place.strip("[]"), "", "")
-            to = [*(["-l", user] if user else []), *(["-p", port] if port else []), "--", name]
-            return {"command": ["ssh", *config, "-o", "BatchMode=yes", *first, "-W", there, *to]}
+            user, at, place = last.rpartition("@")
+            place = f"[{place}]" if place.count(":") > 1 and "[" not in place else place
+            to = ["-W", there, "--", f"ssh://{user}{at}{place}"]
+            return {"command": ["ssh", *config, "-o", "BatchMode=yes", *first, *to]}
         if (command := settings.get("proxycommand", "none")) != "none":
             words = {"%h": settings["hostname"], "%p": settings["port"], "%r": settings["user"], "%%": "%"}
             return {"command": ["sh", "-c", "exec " + re.sub(r"%[hpr%]", lambda found: words[found[0]], command)]}
@@ -159,7 +161,7 @@ def _trouble(host: Host, status: int, said: str) -> MgpuError:
     if _UNKNOWN in said:
         cure = f"Log in once by hand, {by_hand}, and compare its fingerprint with what its administrator says."
         return AuthError(f"{what}: its host key is not known", last[0], cure, scope="offer")
-    if status == 255 and "Permission denied" in said:
+    if status == 255 and ("Permission denied" in said or "Too many authentication failures" in said):
         cure = f"{by_hand} has to work without a question: add your key there, and to the agent here (`ssh-add`)."
         return AuthError(f"{what}: this user cannot log in", last[0], cure, scope="offer")
     if status == 255:

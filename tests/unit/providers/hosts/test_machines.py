@@ -105,7 +105,7 @@ def test_findings_say_of_each_host_what_is_missing():
         "10.0.0.9:22",
     ):
         assert told in wrong.detail
-    for cure in ("python: /path", "folder: /scratch", "NTP", "enable-linger", "private_address"):
+    for cure in ("python: /path", "folder: /scratch", "NTP", "KillExcludeUsers", "private_address"):
         assert cure in wrong.cure
     assert (away.status, away.detail) == ("failed", "host gpu2 does not answer: Connection refused")
     assert machines.findings(None, [(HOSTS[0], facts(disk_gib=5))])[0].status == "ok", "nothing is asked for"

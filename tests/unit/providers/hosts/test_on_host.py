@@ -12,8 +12,9 @@ import pytest
 
 from mgpu.providers.hosts import on_host
 
-RECORD = {"name": "aaaaaaaaaa-0", "hard_cap_at": 1_800_000_000}
 KEY = "ssh-ed25519 AAAA its comment"
+# no name that a test beside this one has: `_end` looks at all processes
+RECORD = {"name": "0a0a0a0a0a-0", "hard_cap_at": 1_800_000_000, "link": on_host._link(KEY)}
 
 
 @pytest.fixture
@@ -31,29 +32,30 @@ def home(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_a_key_is_added_below_the_users_and_taken_out_alone(home: Path):
-    keys, mine = home / ".ssh" / "authorized_keys", "ssh-rsa BBBB me mgpu-hosts:mine\nssh-rsa CCCC"  # no line's end
+    keys = home / ".ssh" / "authorized_keys"
+    mine = "ssh-rsa BBBB J\xfcrgen mgpu-hosts:mine\nssh-rsa CCCC"  # no line's end, and no UTF-8
     keys.parent.mkdir()
-    (home / "elsewhere").write_text(mine)
+    (home / "elsewhere").write_text(mine, "latin-1")
     (home / "elsewhere").chmod(0o640)
     keys.symlink_to(home / "elsewhere")
-    on_host._let_in(RECORD, KEY, "aaaaaaaaaa")
-    on_host._let_in({**RECORD, "name": "aaaaaaaaaa-1"}, KEY, "aaaaaaaaaa")
-    added = keys.read_text().removeprefix(mine + "\n").splitlines()
+    on_host._let_in(RECORD, KEY)
+    on_host._let_in({**RECORD, "name": "0a0a0a0a0a-1"}, KEY)
+    added = keys.read_text("latin-1").removeprefix(mine + "\n").splitlines()
     assert [line.rpartition(" ssh-ed25519 ")[2] for line in added] == [
-        f"AAAA mgpu-hosts:aaaaaaaaaa-{n}" for n in (0, 1)
+        f"AAAA mgpu-hosts:0a0a0a0a0a-{n}" for n in (0, 1)
     ]
     assert all(line.startswith("restrict,pty,port-forwarding,expiry-time=") for line in added)
-    on_host._let_out("aaaaaaaaaa-0")
-    assert keys.read_text() == f"{mine}\n{added[1]}\n"
-    on_host._let_out("aaaaaaaaaa-1")
-    assert keys.read_text() == mine + "\n"
+    on_host._let_out("0a0a0a0a0a-0")
+    assert keys.read_text("latin-1") == f"{mine}\n{added[1]}\n"
+    on_host._let_out("0a0a0a0a0a-1")
+    assert keys.read_text("latin-1") == mine + "\n"
     assert keys.is_symlink()
     assert (home / "elsewhere").stat().st_mode & 0o777 == 0o640
     assert [path.name for path in keys.parent.iterdir()] == ["authorized_keys"], "no lock and no half-written file"
 
 
 def test_a_user_without_keys_gets_a_file_that_sshd_accepts(home: Path):
-    on_host._let_in(RECORD, KEY, "aaaaaaaaaa")
+    on_host._let_in(RECORD, KEY)
     assert (home / ".ssh").stat().st_mode & 0o777 == 0o700
     assert (home / ".ssh" / "authorized_keys").stat().st_mode & 0o777 == 0o600
 
@@ -62,8 +64,8 @@ def test_a_lock_on_the_keys_whose_owner_has_died_is_broken_after_a_while(home: P
     lock = home / ".ssh" / ".mgpu-hosts.lock"
     lock.mkdir(parents=True)
     os.utime(lock, (1, 1))
-    on_host._let_in(RECORD, KEY, "aaaaaaaaaa")
-    assert "mgpu-hosts:aaaaaaaaaa-0" in (home / ".ssh" / "authorized_keys").read_text()
+    on_host._let_in(RECORD, KEY)
+    assert "mgpu-hosts:0a0a0a0a0a-0" in (home / ".ssh" / "authorized_keys").read_text()
     assert not lock.exists()
 
 
@@ -94,12 +96,21 @@ def test_a_folder_of_this_users_name_that_somebody_else_has_made_is_refused(home
 def test_containers_of_the_run_go_with_it_and_no_other(home: Path, monkeypatch):
     docker = home / "bin" / "docker"
     docker.parent.mkdir()
-    docker.write_text(f'#!/bin/sh\necho "$*" >> {home}/called\n[ "$1" = ps ] && echo c1 c2\nexit 0\n')
+    docker.write_text(f'#!/bin/sh\necho "$*" >> {home}/called\n[ "$1" = ps ] && echo c1 c2\nexit $(cat {home}/code)\n')
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", f"{docker.parent}:/usr/bin:/bin")
-    on_host._remove_containers(Path("/scratch/x/home"))
+    run = home / "run" / "home"
+    (run / ".mgpu").mkdir(parents=True)
+    assert on_host._without_containers(run), "none was begun, and nobody is asked"
+    assert not (home / "called").exists()
+    (run / ".mgpu" / "container.lock").touch()
+    (home / "code").write_text("1")
+    assert not on_host._without_containers(run), "they may still be there"
+    (home / "called").unlink()
+    (home / "code").write_text("0")
+    assert on_host._without_containers(run)
     assert (home / "called").read_text().splitlines() == [
-        "ps --all --quiet --filter=label=dev.mgpu.home=/scratch/x/home",
+        f"ps --all --quiet --filter=label=dev.mgpu.home={run}",
         "rm --force --volumes c1 c2",
     ]
 
@@ -115,7 +126,52 @@ def test_a_note_of_an_ended_run_goes_after_a_month(home: Path, monkeypatch):
     (folder / "home").mkdir(parents=True)
     monkeypatch.setenv("PATH", "/nowhere")
     on_host._write(on_host.HOLDER, {**RECORD, "folder": str(folder), "watch": None, "boot": on_host._boot()})
-    assert on_host._end("aaaaaaaaaa-0", "given back")
-    assert {path.stem for path in on_host.ENDED.iterdir()} == {"new-0", "aaaaaaaaaa-0"}
-    assert json.loads((on_host.ENDED / "aaaaaaaaaa-0.json").read_text())["ended"] == "given back"
+    assert on_host._end("0a0a0a0a0a-0", "given back")
+    assert {path.stem for path in on_host.ENDED.iterdir()} == {"new-0", "0a0a0a0a0a-0"}
+    assert json.loads((on_host.ENDED / "0a0a0a0a0a-0.json").read_text())["ended"] == "given back"
     assert not folder.exists()
+
+
+def test_what_a_program_has_made_unreadable_goes_too(home: Path):
+    deep = home / "run" / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (deep / "file").touch()
+    (home / "run" / "link").symlink_to(home)
+    for path, mode in ((deep, 0o000), (deep.parent, 0o300), (deep.parents[1], 0o500)):
+        path.chmod(mode)
+    mode = home.stat().st_mode
+    assert on_host._removed(home / "run")
+    assert home.stat().st_mode == mode, "a link is not followed"
+
+
+def test_files_that_cannot_be_removed_are_told_and_hold_no_host(home: Path, monkeypatch):
+    """A home that is read-only, or a folder that a container has made as root."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    folder = home / "run"
+    (folder / "home").mkdir(parents=True)
+    on_host.MINE.mkdir()
+    on_host._write(on_host.HOLDER, {**RECORD, "folder": str(folder), "watch": None, "boot": on_host._boot()})
+    monkeypatch.setattr(on_host.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(on_host, "_replace", refused)
+    (home / ".ssh").mkdir()
+    (home / ".ssh" / "authorized_keys").write_text(f"ssh-rsa AAAA mgpu-hosts:{RECORD['name']}\n")
+    assert on_host._end("0a0a0a0a0a-0", "given back")
+    assert not on_host.HOLDER.exists()
+    told = json.loads((on_host.ENDED / "0a0a0a0a0a-0.json").read_text())["ended"]
+    assert told.startswith(f"given back; not removed: {folder}, the run's line in authorized_keys (")
+
+
+def test_a_lock_on_the_keys_that_somebody_has_all_the_time_is_not_waited_for_without_end(home: Path, monkeypatch):
+    (home / ".ssh" / ".mgpu-hosts.lock").mkdir(parents=True)
+    monkeypatch.setattr(on_host.time, "monotonic", iter((0.0, 41.0)).__next__)
+    with pytest.raises(FileExistsError):
+        on_host._let_in(RECORD, KEY)
+
+
+def test_a_take_that_was_given_up_takes_nothing(home: Path):
+    asked = {"record": {"name": "0a0a0a0a0a-0"}, "since": on_host.time.time() - 61}
+    assert on_host._take(asked) == {}
+    assert not on_host.HOLDER.exists()

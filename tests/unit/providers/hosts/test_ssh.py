@@ -36,6 +36,7 @@ class Said(ssh.Client):
     [
         (255, "connect to host gpu1 port 22: No route", Transient, "does not answer", "whether it is up"),
         (255, "anna@gpu1: Permission denied (publickey).", AuthError, "cannot log in", "ssh-add"),
+        (255, "Received disconnect: Too many authentication failures", AuthError, "cannot log in", "ssh-add"),
         (255, "No ED25519 key.\nHost key verification failed.", AuthError, "is not known", "compare its fingerprint"),
         (
             255,
@@ -78,9 +79,17 @@ def test_an_answer_that_is_none_is_told():
         ({"proxyjump": "none", "proxycommand": "none"}, None),
         (
             {"proxyjump": "eve@gate:2200"},
-            ["ssh", "-o", "BatchMode=yes", "-W", "10.0.0.7:22", "-l", "eve", "-p", "2200", "--", "gate"],
+            ["ssh", "-o", "BatchMode=yes", "-W", "10.0.0.7:22", "--", "ssh://eve@gate:2200"],
         ),
-        ({"proxyjump": "a,gate"}, ["ssh", "-o", "BatchMode=yes", "-J", "a", "-W", "10.0.0.7:22", "--", "gate"]),
+        ({"proxyjump": "a,gate"}, ["ssh", "-o", "BatchMode=yes", "-J", "a", "-W", "10.0.0.7:22", "--", "ssh://gate"]),
+        (
+            {"proxyjump": "me@[10.0.0.1]:2222"},
+            ["ssh", "-o", "BatchMode=yes", "-W", "10.0.0.7:22", "--", "ssh://me@[10.0.0.1]:2222"],
+        ),
+        (
+            {"hostname": "fd00::7", "proxyjump": "fd00::1"},
+            ["ssh", "-o", "BatchMode=yes", "-W", "[fd00::7]:22", "--", "ssh://[fd00::1]"],
+        ),
         ({"proxycommand": "nc -x %r %h %p 100%%"}, ["sh", "-c", "exec nc -x anna 10.0.0.7 22 100%"]),
     ],
 )
