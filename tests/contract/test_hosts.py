@@ -227,13 +227,14 @@ def test_what_an_earlier_try_has_taken_is_free_again_where_the_rest_cannot_be_ha
     provider, take = rack.provider(), ssh.Client.ask
     request, offer = wanted(provider, key, 2)
 
-    def ask(client: ssh.Client, host, asked, **more):
-        if asked["verb"] == "take" and host.address != "host-0":
-            raise KeyboardInterrupt if killed else Transient("not now", "")
-        return take(client, host, asked, **more)
+    for error, told in ((KeyboardInterrupt(), KeyboardInterrupt), (Transient("not now", ""), NoCapacity)):
 
-    monkeypatch.setattr(ssh.Client, "ask", ask)
-    for killed, told in ((True, KeyboardInterrupt), (False, NoCapacity)):
+        def ask(client: ssh.Client, host, asked, *, error=error, **more):
+            if asked["verb"] == "take" and host.address != "host-0":
+                raise error
+            return take(client, host, asked, **more)
+
+        monkeypatch.setattr(ssh.Client, "ask", ask)
         with pytest.raises(told):
             provider.create(request, offer, T1)
     assert all(nothing_is_left(rack, machine) for machine in rack.machines)
