@@ -66,7 +66,7 @@ def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = (
             refused.append((Refusal(offer=offer, reason=failed.reason(needed, offer)), failed))
     refused.sort(key=lambda pair: (-_CHECKS.index(pair[1]), pair[0].offer.price_usd_per_hour))
     if not taken:
-        raise _no_offer(needed, refused)
+        raise _no_offer(needed, refused, tuple(notes))
     ranked = sorted(taken, key=lambda offer: _rank(needed, offer))
     asides = tuple(refusal for refusal, _ in refused)
     return Plan(requirements=needed, offers=tuple(ranked), refused=asides, notes=tuple(notes))
@@ -204,13 +204,14 @@ _CHECKS = (
 )
 
 
-def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]]) -> NoOffer:
+def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]], notes: tuple[str, ...]) -> NoOffer:
     size = f"{needed.nodes} machine" + ("" if needed.nodes == 1 else "s")
     gpus = f" with {_gpus(needed.gpus_per_node)} each" if needed.gpus_per_node else ""
     where = f" in {', '.join(needed.regions)}" if needed.regions else ""
     what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}{where}, {needed.market}"
     if not refused:
-        return NoOffer(what, "It has nothing of this kind on sale.", "Change `gpu`, `regions` or `provider`.")
+        why = "\n".join(("It has nothing of this kind on sale.", *notes[:_SHOWN]))
+        return NoOffer(what, why, "Change `gpu`, `regions` or `provider`.")
     lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]
     if len(refused) > _SHOWN:
         lines.append(f"and {len(refused) - _SHOWN} more")

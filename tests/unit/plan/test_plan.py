@@ -291,6 +291,12 @@ def test_nothing_on_sale_is_said_so_with_the_regions_that_were_asked_for():
     assert error.what == f"no offer of provider p meets the run file: {asked}"
 
 
+def test_with_nothing_on_sale_what_could_not_be_told_is_told():
+    with pytest.raises(NoOffer) as caught:
+        plan(WANTED, [], iter(["gpu1 does not answer"]))
+    assert caught.value.why.splitlines() == ["It has nothing of this kind on sale.", "gpu1 does not answer"]
+
+
 def test_very_many_refusals_are_counted():
     lines = refusal(WANTED, *[offer(gpus=1)] * 100).why.splitlines()
     assert len(lines) == 13
