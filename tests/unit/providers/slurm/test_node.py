@@ -108,6 +108,6 @@ def test_a_job_that_can_write_nothing_ends_and_claims_nothing(tmp_path: Path):
     (tmp_path / "job.7").symlink_to("/dev/full")
     script = Path(node.__file__).with_name("batch.sh")
     env = {"PATH": "/usr/bin:/bin", "MGPU_GANG": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
-    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True)
+    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=10)
     assert (done.returncode, (tmp_path / "job").exists()) == (1, False)
     assert "nothing can be written" in done.stderr
