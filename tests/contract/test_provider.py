@@ -95,7 +95,7 @@ def slurm_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
 
     def kill(name: str) -> None:
         token, rank = name.split("-")
-        (gang,) = folder.glob(f"{token}*")
+        (gang,) = folder.glob(f"gangs/{token}*")
         os.kill(json.loads((gang / f"node-{rank}.json").read_text())["pid"], signal.SIGKILL)
 
     def billed() -> list[str]:

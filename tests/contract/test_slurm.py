@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,15 @@ from mgpu_train.agent.machine import ports, procs
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
-from mgpu.errors import AmbiguousCreate, Transient
+from mgpu.errors import AmbiguousCreate, InvalidRequest, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import FleetRequest, Handle, Intent, NodePhase, ProxyCommand, create_token
 from mgpu.providers.slurm.provider import SlurmProvider
 from mgpu.remote.connection import load_key
 from mgpu.remote.node import Node
 from mgpu.remote.targets import Target, hop
+
+HIDDEN = 'case " $* " in *" -a "*) exec "$real" "$@" ;; esac\n'  # what everybody but root sees of such a partition
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Asked:
         return request, offer, create_token("o", str(self.folder), 1, offer, 0)
 
     def gang(self, handle: Handle, name: str) -> dict:
-        return json.loads((self.folder / "work" / handle.token / name).read_text())
+        return json.loads((self.folder / "work" / "gangs" / handle.token / name).read_text())
 
     def ready(self, handle: Handle) -> None:
         until(lambda: self.provider.describe(handle).ready, why=lambda: self.provider.describe(handle))
@@ -96,7 +100,7 @@ def test_an_answer_of_sbatch_that_is_lost_makes_no_second_job(asked: Asked, monk
 def test_a_controller_that_does_not_answer_is_no_word_that_nothing_is_there(asked: Asked, monkeypatch):
     request, offer, token = asked.request()
     handle = asked.provider.create(request, offer, token)
-    (asked.folder / "work" / token / "job").unlink(missing_ok=True)  # Slurm alone knows
+    (asked.folder / "work" / "gangs" / token / "job").unlink(missing_ok=True)  # Slurm alone knows
     silent = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1\n'
     intent = Intent(fleet="f", generation=1, owner="o", token=token, offer=offer)
     with monkeypatch.context() as once:
@@ -110,6 +114,11 @@ def test_a_controller_that_does_not_answer_is_no_word_that_nothing_is_there(aske
         ):
             with pytest.raises(Transient):
                 ask()
+        once.undo()
+        wrapped(asked.folder, once, "sinfo", silent)
+        for ask in (lambda: asked.provider.describe(handle), lambda: asked.provider.destroy(handle)):
+            with pytest.raises(Transient):
+                ask()  # which nodes are down is not known: none of them counts as gone
     assert asked.provider.find(intent) == handle
     assert [owned.token for owned in asked.provider.list_owned("o")] == [token]
 
@@ -124,11 +133,102 @@ def test_a_token_that_was_given_up_makes_nothing_more(asked: Asked):
     assert asked.cluster.jobs() == []
 
 
+def test_only_folders_of_gangs_that_slurm_has_forgotten_are_removed(asked: Asked):
+    gangs = asked.folder / "work" / "gangs"
+    running = asked.provider.create(*asked.request())
+    forgotten = gangs / ("0a" * 20)
+    stay = [
+        gangs / running.token,
+        gangs.parent / "thesis",
+        gangs.parent / "probe",
+        gangs.parent / ("0b" * 20),
+        gangs / "thesis",
+        gangs / ("0c" * 20),  # without a digest it is no gang's
+        gangs / ("0d" * 20),  # its job runs under another name
+        gangs / ("0e" * 19),
+        gangs / ("0F" * 20),
+    ]
+    for each in (forgotten, *stay):
+        each.mkdir(exist_ok=True)
+        if each.name != "0c" * 20:
+            (each / "digest").touch()
+    shutil.copy(stay[0] / "job", gangs / ("0d" * 20) / "job")
+    recent = gangs / ("09" * 20)
+    recent.mkdir()
+    (recent / "digest").touch()
+    month = time.time() - 32 * 86400
+    for each in (forgotten, *stay):
+        os.utime(each, (month, month))
+    request, offer, _ = asked.request()
+    other = asked.provider.create(request, offer, create_token("o", "other", 2, offer, 0))
+    assert not forgotten.exists()
+    assert [each for each in (*stay, recent, gangs / other.token) if not each.exists()] == []
+    asked.provider.findings(asked.requirements(), str)
+    assert (gangs.parent / "probe").exists()
+    assert list(gangs.glob("probe*")) == []
+
+
+def test_jobs_of_hidden_partitions_are_seen(asked: Asked, monkeypatch):
+    for name in ("squeue", "sinfo", "scontrol"):
+        wrapped(asked.folder, monkeypatch, name, HIDDEN)
+    request, offer, token = asked.request()
+    handle = asked.provider.create(request, offer, token)
+    asked.ready(handle)
+    assert asked.provider.list_owned("o")
+    (asked.folder / "work" / "gangs" / token / "job").unlink()
+    assert asked.provider.find(Intent(fleet="f", generation=1, owner="o", token=token, offer=offer))
+    until(lambda: asked.provider.destroy(handle))
+    assert asked.cluster.jobs() == []
+
+
+def test_what_other_jobs_are_called_hides_none_of_ours(asked: Asked):
+    handle = asked.provider.create(*asked.request())
+    strangers = (
+        ("x\ny|z", "a\nb|c"),
+        ("mgpu-check", "a\\nb\\c"),
+        ("mgpu-" + "0a" * 20, '{"owner": "o"}'),
+        ("mgpu-" + "0b" * 20, "[]"),
+    )
+    for name, comment in strangers:
+        asked.cluster.run("sbatch", "--hold", f"--job-name={name}", f"--comment={comment}", "--wrap=true")
+    assert [each.token for each in asked.provider.list_owned("o")] == [handle.token]
+    asked.ready(handle)
+
+
+def test_a_folder_that_is_gone_is_told_and_a_lock_that_is_held_is_waited_for(asked: Asked, monkeypatch):
+    request, offer, token = asked.request()
+    asked.provider.create(request, offer, token)
+    intent = Intent(fleet="f", generation=1, owner="o", token=token, offer=offer)
+    gang = asked.folder / "work" / "gangs" / token
+    with monkeypatch.context() as once, (gang / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wrapped(asked.folder, once, "flock", 'shift 2; exec "$real" -w 0 "$@"\n')
+        with pytest.raises(Transient, match="timed out waiting for the lock"):
+            asked.provider.find(intent)
+    gang.rename(asked.folder / "elsewhere")
+    for ask in (lambda: asked.provider.find(intent), lambda: asked.provider.create(request, offer, token)):
+        with pytest.raises(InvalidRequest, match="made with another work folder"):
+            ask()
+
+
+def test_a_full_disk_makes_no_job_and_gives_no_token_up(asked: Asked):
+    request, offer, token = asked.request()
+    gang = asked.folder / "work" / "gangs" / token
+    gang.mkdir(parents=True)
+    for name in ("digest", "job.none"):
+        (gang / name).symlink_to("/dev/full")
+    with pytest.raises(InvalidRequest, match="cannot write"):
+        asked.provider.create(request, offer, token)
+    with pytest.raises(InvalidRequest, match="cannot write"):
+        asked.provider.recall(request, Intent(fleet="f", generation=1, owner="o", token=token, offer=offer), (0, 1))
+    assert asked.cluster.jobs() == []
+
+
 def test_of_two_jobs_of_one_token_one_ends_itself(asked: Asked):
     request, offer, token = asked.request()
     handle = asked.provider.create(request, offer, token)
     asked.ready(handle)
-    gang = asked.folder / "work" / token
+    gang = asked.folder / "work" / "gangs" / token
     second = ["--nodes=2", f"--job-name=mgpu-{token}", f"--output={gang}/second", f"--export=ALL,MGPU_GANG={gang}"]
     asked.cluster.run("sbatch", *second, str(gang / "batch.sh"))
     until(lambda: asked.cluster.jobs() == [f"mgpu-{token}"])
@@ -222,8 +322,10 @@ def login(asked: Asked) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def serve(asked: Asked, port: int) -> subprocess.Popen[bytes]:
+    me = os.getpid()
     server = subprocess.Popen(
-        ["/usr/sbin/sshd", "-D", "-E", asked.folder / "sshd.log", "-f", asked.folder / "sshd_config"]
+        ["/usr/sbin/sshd", "-D", "-E", asked.folder / "sshd.log", "-f", asked.folder / "sshd_config"],
+        preexec_fn=lambda: procs.die_with_parent(signal.SIGTERM, me),
     )
 
     def answers() -> bool:
@@ -257,6 +359,29 @@ def test_a_login_node_that_restarts_ends_nothing_and_nodes_are_reached_through_i
         assert asked.provider.describe(handle).ready
         assert len(asked.cluster.jobs()) == 1
         until(lambda: asked.provider.destroy(handle))
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_settings_of_slurms_commands_on_the_login_node_change_nothing(asked: Asked, login):
+    port = int((asked.folder / "known").read_text().partition("]:")[2].split()[0])
+    own = "SQUEUE_STATES=SUSPENDED SQUEUE_PARTITION=urgent SQUEUE_FORMAT=%A SINFO_PARTITION=urgent SBATCH_EXPORT=NONE"
+    own += " SBATCH_PARTITION=urgent SBATCH_HOLD=1 SLURM_CLUSTERS=elsewhere SLURM_JOB_ID=1 SCANCEL_STATE=SUSPENDED"
+    config = asked.folder / "sshd_config"
+    config.write_text(config.read_text().replace("SetEnv ", f"SetEnv {own} "))
+    login.kill()
+    login.wait()
+    server = serve(asked, port)
+    try:
+        del asked.options["partition"]
+        request, offer, token = asked.request()
+        assert offer.zone == "main"
+        handle = asked.provider.create(request, offer, token)
+        asked.ready(handle)
+        assert [each.token for each in asked.provider.list_owned("o")] == [token]
+        until(lambda: asked.provider.destroy(handle))
+        assert asked.cluster.jobs() == []
     finally:
         server.kill()
         server.wait()

@@ -44,7 +44,7 @@ def test_a_run_loses_a_node_and_its_gang_is_made_anew_and_nothing_is_left(projec
         project.wait(lambda: launch.poll() is not None or record().get("checkpoint_step", -1) >= 10)
         assert launch.poll() is None, launch.communicate()
         before = [node["id"] for node in record()["fleet"]["nodes"]]
-        (keeper,) = work.glob(f"{before[1].partition('-')[0]}*/node-1.json")
+        (keeper,) = work.glob(f"gangs/{before[1].partition('-')[0]}*/node-1.json")
         os.kill(json.loads(keeper.read_text())["pid"], signal.SIGKILL)
         out, err = launch.communicate(timeout=120)
     finally:

@@ -13,18 +13,19 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent.machine import ports
+from mgpu_train.agent.machine import ports, procs
 from waiting import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sshd")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
-START_S = 20.0
+START_S, KILL_S = 20.0, 10.0
 
 CONF = """ClusterName=mgpu
 SlurmctldHost=localhost(127.0.0.1)
@@ -141,6 +142,17 @@ class Cluster:
             self.node(name)
         until(self.idle, START_S, lambda: (self.folder / "slurmctld.log").read_text()[-2000:])
 
+    @property
+    def mark(self) -> str:
+        """What all that belongs to it has in its environment: daemons, jobs, and what they have left."""
+        return f"SLURM_CONF={self.folder / 'slurm.conf'}"
+
+    def lifeline(self) -> subprocess.Popen[bytes]:
+        """A process that ends all of it when this one has ended, by whatever signal: only this one holds the pipe."""
+        code = "import sys; from mgpu_train.agent.machine import procs; sys.stdin.read(); "
+        code += f"procs.kill_all(lambda: procs.carrying(sys.argv[1]), {KILL_S})"
+        return subprocess.Popen([sys.executable, "-c", code, self.mark], stdin=subprocess.PIPE, start_new_session=True)
+
     def stop(self) -> None:
         """Cancels what runs, and ends all daemons."""
         with suppress(AssertionError):
@@ -148,6 +160,7 @@ class Cluster:
             until(lambda: not self.jobs(), START_S)
         for name in ("slurmd-n1", "slurmd-n2", "slurmctld", "munged"):
             self.end(name)
+        procs.kill_all(lambda: procs.carrying(self.mark), KILL_S)
 
 
 def _two_in_a_row() -> int:
@@ -169,9 +182,13 @@ def slurm_cluster(require, tmp_path_factory) -> Iterator[Cluster]:
     for each in (folder, *folder.parents[:2]):
         each.chmod(0o755)  # munge wants to know who can write to the way to its socket
     cluster = Cluster(folder)
-    cluster.start()
-    yield cluster
-    cluster.stop()
+    lifeline = cluster.lifeline()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        lifeline.communicate()
 
 
 @pytest.fixture

@@ -1,8 +1,14 @@
 # One gang: Slurm starts this on its first node, and each node gets one task, which keeps it (node.py).
 trap 'exit 0' TERM # given back before it has begun
 echo "$SLURM_JOB_ID" >"$MGPU_GANG/job.$SLURM_JOB_ID"
-ln "$MGPU_GANG/job.$SLURM_JOB_ID" "$MGPU_GANG/job" 2>/dev/null # fails where there is one
-own=$(cat "$MGPU_GANG/job")
+if [ -s "$MGPU_GANG/job.$SLURM_JOB_ID" ]; then # a full disk leaves an empty one
+    ln "$MGPU_GANG/job.$SLURM_JOB_ID" "$MGPU_GANG/job" 2>/dev/null # fails where there is one
+fi
+own=$(cat "$MGPU_GANG/job" 2>/dev/null)
+if [ -z "$own" ]; then
+    echo "nothing can be written to $MGPU_GANG: job $SLURM_JOB_ID ends" >&2
+    exit 1
+fi
 if [ "$own" != "$SLURM_JOB_ID" ]; then
     echo "job $own was made by the same token: this one ends" >&2
     exit 0

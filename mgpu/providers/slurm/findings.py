@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mgpu.errors import MgpuError, NoOffer
 from mgpu.plan.model import Offer, Requirements
@@ -39,6 +40,30 @@ def words(line: str) -> dict[str, str]:
     return {name: value for name, _, value in found}
 
 
+@dataclass(frozen=True)
+class NodeShape:
+    """Nodes of one partition that are alike; `gpus` are their types (None: Slurm names none) and counts."""
+
+    partition: str
+    cpus: int
+    memory_gib: float
+    gpus: tuple[tuple[str | None, int], ...]
+    count: int
+    idle: bool
+
+    @classmethod
+    def of(cls, line: str) -> NodeShape:
+        """From a line of `on_sale` in login.sh: `nodes|main|32+|4000|gpu:h100:8(S:0-1),nvme:1|2|idle`."""
+        name, cpus, memory, gres, count, state = line.removeprefix("nodes|").split("|")
+        found = re.findall(r"\bgpu(?::([^:,()]+))?:(\d+)", gres)
+        gpus = tuple((kind or None, int(each)) for kind, each in found)
+        return cls(name, int(cpus.rstrip("+")), int(memory.rstrip("+")) / 1024, gpus, int(count), state == "idle")
+
+    def gpus_for(self, wanted: int) -> list[tuple[str | None, int]]:
+        """The types, with their counts, that have so many GPUs a node; one without a type where none are wanted."""
+        return [each for each in self.gpus if each[1] >= wanted] if wanted else [(None, 0)]
+
+
 def limit_s(partition: dict[str, str]) -> float:
     """The longest time of a job: `[days-]hours:minutes:seconds`, or UNLIMITED."""
     said = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", partition.get("MaxTime", ""))
@@ -71,9 +96,11 @@ def _request(login: Login, needed: Requirements, offers: Callable[[], Offers | N
     subject = "the request"
     try:
         sold = offers()
-        fits = [offer for offer in sold.offers if offer.obstacle is None] if sold else []
+        wanted = {gpu.casefold() for gpu in needed.gpu}
+        typed = [each for each in (sold.offers if sold else ()) if not wanted or (each.gpu or "").casefold() in wanted]
+        fits = [offer for offer in typed if offer.obstacle is None]
         if not fits:
-            why = [offer.obstacle.reason for offer in (sold.offers if sold else ()) if offer.obstacle]
+            why = [offer.obstacle.reason for offer in typed if offer.obstacle]
             raise NoOffer("no partition has such nodes", "; ".join(dict.fromkeys(why)), "`mgpu offers` lists all.")
         minutes = f"--time={max(1, round(needed.max_hours * 60))}"
         arguments = sbatch(login.options, needed, fits[0])

@@ -4,8 +4,9 @@
     python3 GANG/node.py sweep    ends what is left of a node whose keeper was killed
 
 GANG is the folder that login node and nodes share: `asked.json` says what was asked for. The node adds
-`node-<rank>.json` (how it is reached) and, when all of it has ended, `ended-<rank>.json` (when, and why). It runs with
-the standard library of Python 3.9; `mgpu_train` here is the part of it that lies in GANG.
+`made-<rank>` (its own folder is this gang's), `node-<rank>.json` (how it is reached) and, when all of it has ended,
+`ended-<rank>.json` (when, and why). It runs with the standard library of Python 3.9; `mgpu` and `mgpu_train` here are
+the parts of them that lie in GANG.
 
     SIGUSR2            ends the node: the gang is given back
     SIGURG, SIGTERM    a notice for the agent: the time limit is near; Slurm takes the node (preemption, scancel)
@@ -27,10 +28,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mgpu_train.agent.machine import procs
+
+from mgpu.providers.local import containers
 
 GANG = Path(__file__).resolve().parent
 MARK = "MGPU_INSTANCE"  # in the environment of everything that runs on a node
@@ -80,6 +84,19 @@ def write(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def remove(folder: Path) -> None:
+    """Removes a folder, with what programs have made read-only; what is somebody else's stays."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return
+    for above, names, _ in os.walk(folder):  # from above: a folder is opened before it is entered
+        for name in names:
+            with suppress(OSError):
+                if not Path(above, name).is_symlink():
+                    Path(above, name).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Node:
     """The keeper of one node; `told` is what was asked for."""
 
@@ -96,6 +113,7 @@ class Node:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.port = 0
         self.ending = ""
+        self.made = False  # the folder, by this gang
         self.kill_wait_s = int(os.environ["MGPU_KILL_WAIT"])
         self.leaves_at = float("inf")  # monotonic; Slurm kills all of it soon after
 
@@ -117,8 +135,8 @@ class Node:
             reason = str(error)
             sys.stderr.write(f"{reason}\n")
         finally:
-            self.end(reason)
-        return code
+            ended = self.end(reason)
+        return code if ended else 1  # then `sweep` tries once more
 
     def listen(self) -> int:
         """Takes the signals; what can be read when one has come."""
@@ -149,6 +167,8 @@ class Node:
     def furnish(self) -> None:
         """Makes the node's folder, with its first lease, its host key and what sessions begin with."""
         self.folder.mkdir(mode=0o700)  # one that is there already is somebody else's
+        self.made = True
+        (GANG / f"made-{self.rank}").touch()
         for folder in (self.home, self.home / ".mgpu", self.folder / "tmp"):
             folder.mkdir(mode=0o700)
         write(self.lease, f"{int(procs.uptime_s() + self.told['lease_s'])}\n")
@@ -226,18 +246,22 @@ class Node:
         """The environment of what has to end with the node, wherever it goes."""
         return {**os.environ, MARK: self.id}
 
-    def end(self, reason: str) -> None:
-        """Ends all that runs on the node, removes its folder, and says so."""
+    def end(self, reason: str) -> bool:
+        """Ends all that runs on the node, removes its folder, and says so. False: something lives on."""
         if procs.uptime_s() >= self.lease_end():
             reason = "its lease or its hard cap has ended"
         own = os.getpid()
-        procs.kill_all(
+        ended = procs.kill_all(
             lambda: list({*procs.descendants(own), *procs.carrying(f"{MARK}={self.id}")}),
             KILL_S,
             reap=lambda: procs.reap(own, 0),
         )
-        shutil.rmtree(self.folder, ignore_errors=True)
-        write(GANG / f"ended-{self.rank}.json", json.dumps({"at": time.time(), "why": reason}))
+        if self.made:
+            containers.remove(self.home.resolve())  # their processes are children of Docker's own daemon
+            remove(self.folder)
+        if ended:
+            write(GANG / f"ended-{self.rank}.json", json.dumps({"at": time.time(), "why": reason}))
+        return ended
 
     def lease_end(self) -> int:
         """The second since boot at which the lease's script ends the node."""
@@ -249,6 +273,7 @@ class Node:
     def sweep(self) -> int:
         """Ends what a keeper that was killed has left; the exit code."""
         if not (GANG / f"ended-{self.rank}.json").exists():
+            self.made = (GANG / f"made-{self.rank}").exists()
             self.end("its keeper was killed")
         return 0
 

@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import tarfile
 import time
@@ -39,11 +38,11 @@ from mgpu.providers.base import (
     Provider,
     ProxyCommand,
 )
+from mgpu.providers.local import containers
 from mgpu.providers.slurm import findings
-from mgpu.providers.slurm.login import Login
+from mgpu.providers.slurm.login import ENDED, Login
 from mgpu.providers.slurm.options import ENTRY, SlurmOptions
 
-_RUNS = ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 _SETTINGS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 _CHANGES = {"stock", "fetched_at"}  # what differs between two looks at one offer
 
@@ -87,20 +86,20 @@ class SlurmProvider(Provider):
         self._require()
         said = self._login.said("on_sale", doing="list partitions")
         partitions = {each["PartitionName"]: each for each in map(findings.words, said) if "PartitionName" in each}
-        shapes: dict[tuple[str, int, float, str], list[int]] = {}
-        for line in (line.removeprefix("nodes|") for line in said if line.startswith("nodes|")):
-            name, cpus, memory, gres, count, state = line.split("|")
-            idle = shapes.setdefault((name, int(cpus.rstrip("+")), int(memory.rstrip("+")) / 1024, gres), [0, 0])
-            idle[0] += int(count)
-            idle[1] += int(count) if state == "idle" else 0
+        nodes = [findings.NodeShape.of(line) for line in said if line.startswith("nodes|")]
         asked = options.partition.split(",") if options.partition else partitions
+        groups: dict[tuple[str, str | None], list[tuple[findings.NodeShape, int]]] = {}
+        for node in nodes:
+            if node.partition in asked and partitions.get(node.partition, {}).get("State") == "UP":
+                for gpu, count in node.gpus_for(requirements.gpus_per_node):
+                    groups.setdefault((node.partition, gpu), []).append((node, count))
         found, notes = list[Offer](), list[str]()
-        for (name, cpus, memory, gres), (all_of_them, free) in shapes.items():
-            if name not in asked or partitions.get(name, {}).get("State") != "UP":
-                continue
-            if (offer := self._offer(requirements, options, partitions[name], cpus, memory, gres)) is not None:
-                found.append(offer)
-                notes.append(f"{offer.instance_type}: {free} of {all_of_them} nodes are idle")
+        for (name, gpu), group in groups.items():
+            offer = self._offer(requirements, options, partitions[name], gpu, group)
+            found.append(offer)
+            all_of_them = sum(node.count for node, _ in group)
+            free = sum(node.count for node, _ in group if node.idle)
+            notes.append(f"{offer.instance_type}: {free} of {all_of_them} nodes are idle")
         return Offers(offers=tuple(found), source=f"slurm at {self._login.name}", notes=tuple(notes))
 
     def _offer(
@@ -108,14 +107,13 @@ class SlurmProvider(Provider):
         needed: Requirements,
         options: SlurmOptions,
         partition: dict[str, str],
-        cpus: int,
-        memory: float,
-        gres: str,
-    ) -> Offer | None:
+        gpu: str | None,
+        group: list[tuple[findings.NodeShape, int]],
+    ) -> Offer:
+        # Slurm may give any of these nodes: what the smallest has is what is promised
+        cpus, memory = min(node.cpus for node, _ in group), min(node.memory_gib for node, _ in group)
+        count = min(count for _, count in group)
         name, limit_s = partition["PartitionName"], findings.limit_s(partition)
-        gpu, count = gpus_of(gres, needed.gpus_per_node)
-        if count < needed.gpus_per_node:
-            return None
         obstacle = None
         if limit_s < needed.max_hours * 3600:
             why = f"partition {name} lets no job run longer than {limit_s / 3600:g} h"
@@ -184,9 +182,9 @@ class SlurmProvider(Provider):
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """All jobs of this user that mgpu's comment gives this owner and that have not ended."""
-        jobs = [line.split("|", 2) for line in self._login.said("owned", doing="list jobs") if line]
-        named = [(name.removeprefix("mgpu-"), _about(said)) for _, name, said in jobs if name.startswith("mgpu-")]
-        return tuple(self._handle(token, about) for token, about in named if about.get("owner") == owner)
+        jobs = [line.partition("|")[::2] for line in self._login.said("owned", doing="list jobs")]
+        named = [(name.removeprefix("mgpu-"), _about(said)) for name, said in jobs]
+        return tuple(self._handle(token, about) for token, about in named if about and about["owner"] == owner)
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Cancels the job: a gang ends as one. True when Slurm says that it has ended on every node."""
@@ -232,7 +230,7 @@ class SlurmProvider(Provider):
             rank=rank,
             id=name,
             phase=phase,
-            queued=bool(name) and gang.state == "PENDING",
+            queued=bool(name) and gang.waits,
             address=node.get("address", ""),
             port=node.get("port", 22),
             user=node.get("user", ""),
@@ -257,6 +255,7 @@ class Gang:
 
     state: str
     reason: str
+    nodes: str
     down: frozenset[str]
     files: dict[str, dict[str, Any]]
 
@@ -267,17 +266,24 @@ class Gang:
         job = next((rest.split("|") for kind, rest in lines if kind == "job"), ["", "", "", ""])
         files = dict(rest.split("|", 1) for kind, rest in lines if kind == "file")
         down = frozenset(rest for kind, rest in lines if kind == "down")
-        return cls(job[1], job[2], down, {name: json.loads(text) for name, text in files.items()})
+        return cls(job[1], job[2], job[3], down, {name: json.loads(text) for name, text in files.items()})
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job is in the queue: it has no nodes yet, and may get some."""
+        return self.state not in ("", "COMPLETING", *ENDED) and self.nodes in ("", "(null)")
 
     def phase(self, node: Mapping[str, Any], ended: Mapping[str, Any] | None) -> tuple[NodePhase, str]:
         """A node's phase, and why it is not running."""
-        if self.state in ("PENDING", "CONFIGURING"):
+        if self.waits:
             why = self.reason if self.reason not in ("None", "") else "its turn comes"
             return NodePhase.PENDING, f"Slurm: {self.state.lower()}, {why}"
-        if self.state in _RUNS:
+        if self.state not in ("", "COMPLETING", *ENDED):
             if ended:
                 return NodePhase.STOPPING, ended["why"]
-            return (NodePhase.RUNNING, "") if node else (NodePhase.PENDING, "its task has not begun")
+            if node:
+                return NodePhase.RUNNING, ""
+            return NodePhase.PENDING, f"Slurm: {self.state.lower()}, its task has not begun"
         why = ended["why"] if ended else f"Slurm: {self.state.lower() or 'it knows this job no more'}"
         if self.state == "COMPLETING":
             return NodePhase.STOPPING, why
@@ -286,24 +292,25 @@ class Gang:
         return NodePhase.TERMINATED, why
 
 
-def _about(comment: str) -> dict[str, Any]:
+def _about(comment: str) -> dict[str, Any] | None:
+    """What a comment of ours says; None: it is not ours, for a site may write its own, and a user's job have any."""
     try:
         said = json.loads(comment)
-    except ValueError:  # a site may write comments of its own
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
-def gpus_of(gres: str, wanted: int) -> tuple[str | None, int]:
-    """The type and count of the GPUs in a node's gres, such as `gpu:h100:8(S:0-1),nvme:1`."""
-    found = re.findall(r"\bgpu(?::([^:,()]+))?:(\d+)", gres)
-    kinds = [(kind or None, int(count)) for kind, count in found]
-    return next((each for each in kinds if each[1] >= wanted), (None, 0))
+    except ValueError:
+        return None
+    kinds = {"owner": str, "fleet": str, "generation": int, "nodes": int}
+    ours = isinstance(said, dict) and all(isinstance(said.get(name), kind) for name, kind in kinds.items())
+    return said if ours else None
 
 
 def _files(options: SlurmOptions, asked: Mapping[str, Any]) -> str:
     """What the gang's folder begins with: a tar archive, in base64."""
     own, shared = resources.files(slurm), resources.files(base.__package__ or "")
+    modules = {
+        "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(),
+        "mgpu/providers/local/containers.py": Path(containers.__file__).read_text(),
+    }
+    packages = {parent for name in modules for parent in Path(name).parents if parent.name}
     files = {
         "batch.sh": "#!/bin/bash\n" + own.joinpath("batch.sh").read_text(),
         "node.py": own.joinpath("node.py").read_text(),
@@ -311,8 +318,8 @@ def _files(options: SlurmOptions, asked: Mapping[str, Any]) -> str:
         "poweroff.sh": shared.joinpath("poweroff.sh").read_text(),
         "prologue.sh": "\n".join((*options.prologue, ":")),
         "asked.json": json.dumps(asked),
-        "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(),
-        **{f"{folder}/__init__.py": "" for folder in ("mgpu_train", "mgpu_train/agent", "mgpu_train/agent/machine")},
+        **modules,
+        **{f"{package}/__init__.py": "" for package in packages},
     }
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 
 import pytest
 
+from mgpu.acquire.refusals import Refusals
 from mgpu.errors import (
     AmbiguousCreate,
     AuthError,
@@ -22,22 +25,48 @@ from mgpu.providers.base import NodePhase
 from mgpu.providers.slurm import findings, login
 from mgpu.providers.slurm.login import Login
 from mgpu.providers.slurm.options import SlurmOptions
-from mgpu.providers.slurm.provider import Gang, SlurmProvider, gpus_of
+from mgpu.providers.slurm.provider import Gang, SlurmProvider
+
+SOLD = {"provider": "slurm", "instance_type": "x", "market": "on-demand", "price_usd_per_hour": 0, "fetched_at": 0}
 
 
 @pytest.mark.parametrize(
     ("gres", "wanted", "found"),
     [
-        ("gpu:h100:8(S:0-1)", 8, ("h100", 8)),
-        ("nvme:1,gpu:a100-80:4", 2, ("a100-80", 4)),
-        ("gpu:t4:1,gpu:h100:4", 4, ("h100", 4)),
-        ("gpu:4", 4, (None, 4)),
-        ("gpu:h100:2", 4, (None, 0)),
-        ("(null)", 1, (None, 0)),
+        ("gpu:h100:8(S:0-1)", 8, [("h100", 8)]),
+        ("nvme:1,gpu:a100-80:4", 2, [("a100-80", 4)]),
+        ("gpu:t4:2,gpu:h100:4", 2, [("t4", 2), ("h100", 4)]),
+        ("gpu:t4:1,gpu:h100:4", 4, [("h100", 4)]),
+        ("gpu:4", 4, [(None, 4)]),
+        ("gpu:h100:2", 4, []),
+        ("(null)", 1, []),
+        ("gpu:h100:2", 0, [(None, 0)]),
     ],
 )
-def testgpus_of_of_a_node(gres, wanted, found):
-    assert gpus_of(gres, wanted) == found
+def test_the_gpus_of_a_node(gres, wanted, found):
+    assert findings.NodeShape.of(f"nodes|main|32+|4096|{gres}|1|idle").gpus_for(wanted) == found
+
+
+def test_a_type_of_gpus_in_a_partition_is_one_offer_with_what_its_smallest_node_has(monkeypatch):
+    said = [
+        "partition|PartitionName=main MaxTime=UNLIMITED State=UP",
+        "partition|PartitionName=old MaxTime=UNLIMITED State=DOWN",
+        "nodes|main|64|524288|gpu:h100:8|2|idle",
+        "nodes|main|32|1048576|gpu:h100:4|3|mix",
+        "nodes|main|16|131072|gpu:t4:4|1|idle",
+        "nodes|main|8|8192|(null)|9|idle",
+        "nodes|old|64|524288|gpu:h100:8|2|idle",
+    ]
+    monkeypatch.setattr(Login, "said", lambda *_, **__: said)
+    needed = Requirements(provider="slurm", gpu=("H100",), gpus_per_node=4, max_price_usd_per_hour=1, max_hours=1)
+    sold = SlurmProvider({"login": "me@login"}).offers(needed)
+    assert [(each.instance_type, each.gpu, each.gpus, each.vcpus, each.memory_gib) for each in sold.offers] == [
+        ("main/32cpu-4xh100", "h100", 4, 32, 512),
+        ("main/16cpu-4xt4", "t4", 4, 16, 128),
+    ]
+    assert sold.notes[0] == "main/32cpu-4xh100: 2 of 5 nodes are idle"
+    asked = [findings.sbatch(SlurmOptions(), needed, each) for each in sold.offers]
+    assert ["--gres=gpu:h100:4" in each for each in asked] == [True, False], "the offer that is taken says the type"
 
 
 @pytest.mark.parametrize(
@@ -48,8 +77,10 @@ def test_the_longest_time_of_a_partition(said, seconds):
     assert findings.limit_s({"MaxTime": said}) == seconds
 
 
-def gang(state: str, *, down: bool = False, ended: bool = False, begun: bool = True, cap_s: float = 600) -> NodePhase:
-    said = [f"job|7|{state}|None|n1"] if state else []
+def gang(
+    state: str, *, down: bool = False, ended: bool = False, begun: bool = True, cap_s: float = 600, nodes: str = "n1"
+) -> NodePhase:
+    said = [f"job|7|{state}|None|{nodes}"] if state else []
     said += ["down|n1"] if down else []
     node = {"node": "n1", "hard_cap_at": time.time() + cap_s}
     phase, reason = Gang.of(said).phase(node if begun else {}, {"why": "given back"} if ended else None)
@@ -58,7 +89,7 @@ def gang(state: str, *, down: bool = False, ended: bool = False, begun: bool = T
 
 
 def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
-    assert gang("PENDING", begun=False) is NodePhase.PENDING
+    assert gang("PENDING", begun=False, nodes="") is NodePhase.PENDING
     assert gang("RUNNING", begun=False) is NodePhase.PENDING, "its task has not said how it is reached"
     assert gang("RUNNING") is NodePhase.RUNNING
     assert gang("RUNNING", down=True) is NodePhase.RUNNING, "a node that does not answer Slurm is unknown, not gone"
@@ -72,41 +103,119 @@ def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
     assert gang("") is NodePhase.TERMINATED, "Slurm knows of no such job"
 
 
+@pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "POWERING_UP"])
+def test_a_state_that_is_no_end_is_none(state):
+    waiting = Gang.of([f"job|7|{state}|None|"])
+    assert (waiting.waits, waiting.phase({}, None)[0]) == (True, NodePhase.PENDING)
+    assert gang(state) is NodePhase.RUNNING
+    assert not Gang.of([f"job|7|{state}|None|n1"]).waits
+
+
+@pytest.mark.parametrize("state", [*login.ENDED, "COMPLETING", ""])
+def test_a_job_that_has_ended_without_nodes_does_not_wait(state):
+    assert not Gang.of([f"job|7|{state}|None|"] if state else []).waits
+
+
+FAILED = "sbatch: error: Batch job submission failed: "
+POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
 SAID = [
-    ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", InvalidRequest),
-    ("sbatch: error: Batch job submission failed: Requested node configuration is not available", NoOffer),
-    ("sbatch: error: Batch job submission failed: Requested time limit is invalid (exceeds some limit)", NoOffer),
-    ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy", QuotaExceeded),
-    ("sbatch: error: User's group not permitted to use this partition", PermissionDenied),
+    (f"{FAILED}Requested node configuration is not available", NoOffer),
+    (f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)", NoOffer),
+    (f"{FAILED}Node count specification invalid", NoOffer),
+    (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\n{FAILED}{POLICY}", QuotaExceeded),
+    (f"{FAILED}{POLICY}", QuotaExceeded),
+    ("scancel: error: Kill job error on job id 7: Access/permission denied", PermissionDenied),
     ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Transient),
     ("sh: 1: squeue: not found", InvalidRequest),
     ("mgpu: no locks in /shared/x", InvalidRequest),
+    ("mgpu: cannot write to /shared/x", InvalidRequest),
+    ("mgpu: timed out waiting for the lock of /shared/x", Transient),
+    ("mgpu: job 7 has this token, and was made with another work folder", InvalidRequest),
     ("me@login: Permission denied (publickey).", AuthError),
 ]
 
 
+@pytest.fixture
+def answer(monkeypatch):
+    """`answer(status, out, err)`: what the next script ends with."""
+
+    def give(status: int, out: str = "", err: str = "") -> None:
+        def run(argv, *, stderr, **_):
+            stderr.write(err.encode())
+            return subprocess.CompletedProcess(argv, status, out.encode())
+
+        monkeypatch.setattr(login.subprocess, "run", run)
+
+    return give
+
+
 @pytest.mark.parametrize(("words", "kind"), SAID, ids=[kind.__name__ + str(i) for i, (_, kind) in enumerate(SAID)])
-def test_what_slurm_says_is_an_error_with_a_cure(monkeypatch, words, kind):
-    ended = subprocess.CompletedProcess([], 1, b"", words.encode())
-    monkeypatch.setattr(login.subprocess, "run", lambda *_, **__: ended)
+def test_what_slurm_says_is_an_error_with_a_cure(answer, words, kind):
+    answer(1, err=words)
     with pytest.raises(kind) as caught:
         Login(SlurmOptions(login="me@login")).said("tell")
     assert words.splitlines()[-1] in caught.value.why
     assert caught.value.next_step
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Invalid account or account/partition combination specified",
+        "Invalid qos specification",
+        "Invalid partition name specified",
+        "User's group not permitted to use this partition",
+        "Required partition not available (inactive or drain)",
+        "Requested partition configuration not available now",
+        "Access/permission denied",
+    ],
+)
+def test_a_partition_that_is_closed_to_the_user_rules_out_no_other(answer, words):
+    offers = [
+        Offer.model_validate({**SOLD, "instance_type": f"{name}/8cpu", "region": "here", "zone": name})
+        for name in ("main", "open")
+    ]
+    answer(1, err=FAILED + words)
+    with pytest.raises(NoOffer) as caught:
+        Login(SlurmOptions()).said('submit "$@"')
+    refusals = Refusals()
+    refusals.add(offers[0], words, caught.value)
+    assert [refusals.rule_out(each) for each in offers] == [True, False]
+
+
+def test_what_stands_before_slurms_words_on_stderr_is_none_of_them(answer):
+    answer(1, err=f"Quota limit: 5 of 10 GB\n@mgpu begins\n{FAILED}Requested node configuration is not available\n")
+    with pytest.raises(NoOffer) as caught:
+        Login(SlurmOptions(login="me@login")).said("tell")
+    assert "Quota" not in caught.value.why
+    answer(255, err="me@login: Permission denied (publickey).\n@mgpu begins\n")
+    with pytest.raises(AuthError):
+        Login(SlurmOptions(login="me@login")).said("tell")
+
+
+def test_a_connection_that_ssh_keeps_open_holds_nobody_up(monkeypatch, tmp_path):
+    """OpenSSH before 8.5 leaves stderr open in the process that ControlPersist puts in the background."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nsleep 60 </dev/null >/dev/null &\necho $! >{tmp_path}/master\necho "@mgpu 17 1"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(login, "_CALL_S", 10.0)
+    try:
+        assert Login(SlurmOptions(login="me@login")).said("look") == ["17 1"]
+    finally:
+        os.kill(int((tmp_path / "master").read_text()), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(("script", "kind"), [("submit", AmbiguousCreate), ("tell", Transient)])
 @pytest.mark.parametrize("lost", [255, -9])
-def test_an_answer_that_is_lost_is_unsure_for_a_submission_alone(monkeypatch, script, kind, lost):
-    ended = subprocess.CompletedProcess([], lost, b"", b"client_loop: send disconnect: Broken pipe")
-    monkeypatch.setattr(login.subprocess, "run", lambda *_, **__: ended)
+def test_an_answer_that_is_lost_is_unsure_for_a_submission_alone(answer, script, kind, lost):
+    answer(lost, err="client_loop: send disconnect: Broken pipe")
     with pytest.raises(kind):
         Login(SlurmOptions(login="me@login")).said(script)
 
 
-def test_what_a_start_up_file_prints_is_passed_over(monkeypatch):
-    ended = subprocess.CompletedProcess([], 0, b"Welcome to the cluster!\n@mgpu 17 1\nbye\n", b"")
-    monkeypatch.setattr(login.subprocess, "run", lambda *_, **__: ended)
+def test_what_a_start_up_file_prints_is_passed_over(answer):
+    answer(0, "Welcome to the cluster!\n@mgpu 17 1\nbye\n")
     assert Login(SlurmOptions()).said("look") == ["17 1"]
 
 
@@ -120,8 +229,7 @@ def test_every_option_reaches_sbatch():
         account="a", qos="q", constraint="ib&h100", reservation="r", cpus_per_node=8, memory_gib=64, exclusive=True
     )
     needed = Requirements(provider="slurm", nodes=3, gpus_per_node=2, max_price_usd_per_hour=1, max_hours=1)
-    sold = {"provider": "slurm", "instance_type": "x", "market": "on-demand", "price_usd_per_hour": 0, "fetched_at": 0}
-    offer = Offer(**sold, region="here", zone="main", gpu="h100", gpus=2)
+    offer = Offer.model_validate({**SOLD, "region": "here", "zone": "main", "gpu": "h100", "gpus": 2})
     assert findings.sbatch(options, needed, offer) == [
         *("--partition=main", "--nodes=3", "--ntasks-per-node=1", "--account=a", "--qos=q", "--constraint=ib&h100"),
         *("--reservation=r", "--gres=gpu:h100:2", "--cpus-per-task=8", "--mem=64G", "--signal=URG@120"),
