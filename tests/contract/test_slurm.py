@@ -283,6 +283,7 @@ def test_a_node_that_is_down_but_works_is_not_gone(asked: Asked):
     asked.ready(handle)
     keeper = next(n for n in (0, 1) if asked.gang(handle, f"node-{n}.json")["node"] == "n2")
     pid = asked.gang(handle, f"node-{keeper}.json")["pid"]
+    os.kill(pid, signal.SIGSTOP)  # it ends by no word of Slurm's that reaches it all the same
     cluster.end("slurmd-n2", signal.SIGKILL)
     try:
         cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
@@ -292,6 +293,7 @@ def test_a_node_that_is_down_but_works_is_not_gone(asked: Asked):
         assert "may live on" in asked.provider.describe(handle).nodes[keeper].reason
         assert not asked.provider.destroy(handle)
     finally:
+        os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGUSR2)  # what its lease would do
         cluster.node("n2")
         until(lambda: cluster.resumed("n2"))

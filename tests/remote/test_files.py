@@ -8,9 +8,11 @@ import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 from mgpu.errors import ConnectionFailed, InputError, RemoteError
 
@@ -168,7 +170,13 @@ def test_a_server_that_stops_answering_costs_the_deadline(server, open_node):
         node.read("x")
     assert "0.5 s" in failed.value.why
     server.thaw()
-    assert node.read("x") == b"1"
+
+    def answers() -> bool:
+        with suppress(ConnectionFailed):  # the deadline is short also for a server that answers, on a busy machine
+            return node.read("x") == b"1"
+        return False
+
+    until(answers)
 
 
 def test_calls_of_several_threads_do_not_mix(node):
