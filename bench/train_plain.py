@@ -55,7 +55,7 @@ def make(config: TrainConfig, rank: int, world: int, device: torch.device = CPU)
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross-entropy of every next byte, in nat."""
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def main() -> None:

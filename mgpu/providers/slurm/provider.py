@@ -222,7 +222,7 @@ class SlurmProvider(Provider):
         )
 
     def _node(self, gang: Gang, rank: int, name: str) -> NodeState:
-        asked, node, ended = gang.files.get("asked.json", {}), gang.files.get(f"node-{rank}.json", {}), None
+        asked, node = gang.files.get("asked.json", {}), gang.files.get(f"node-{rank}.json", {})
         ended = gang.files.get(f"ended-{rank}.json")
         phase, reason = gang.phase(node, ended) if name else (NodePhase.TERMINATED, "no machine was made for this rank")
         here = phase is NodePhase.RUNNING
