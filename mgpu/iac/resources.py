@@ -41,19 +41,22 @@ _OF_OTHERS = ("ssh_public_key", "ssh_private_key_file", "image_labels")
 
 def run_spec() -> RunSpec:
     """The run file of this stack: `pulumi config set mgpu:runFile FILE`, by default `mgpu.yaml` beside Pulumi.yaml.
+    Of several providers it names the one that `mgpu:provider` says, by default the first.
 
     Raises:
         pulumi.RunError: the file is not there, or has mistakes; ends the program without a traceback.
     """
-    path = _run_file()
-    try:
-        if pulumi.Config("mgpu").get("folder"):  # a run's own copy: what it names was looked at when it was submitted
-            return loads(path.read_text(), str(path))
-        return load(path)
+    path, config = _run_file(), pulumi.Config("mgpu")
+    try:  # of a run's own copy, what it names was looked at when it was submitted
+        spec = loads(path.read_text(), str(path)) if config.get("folder") else load(path)
     except OSError as error:
         raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
+    chosen = config.get("provider") or spec.provider
+    if chosen not in spec.candidates:
+        raise pulumi.RunError(f"mgpu:provider is {chosen}, which {path} does not name: {', '.join(spec.candidates)}")
+    return spec.of(chosen)
 
 
 def _run_file() -> Path:

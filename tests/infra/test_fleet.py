@@ -13,7 +13,7 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import HostKeyMismatch, NoCapacity, RateLimited, TeardownIncomplete, Transient
+from mgpu.errors import HostKeyMismatch, NoCapacity, NoOffer, RateLimited, TeardownIncomplete, Transient
 from mgpu.events import Event
 from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
@@ -147,6 +147,33 @@ def test_a_preview_says_what_the_first_offer_costs_and_what_the_dearest_would(wi
         Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), True), inputs
     )
     assert "$0.10/h, all nodes; $0.20/h at most" in str(said)
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(0.06, "z9"), (0.01, None)])
+def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, monkeypatch, tmp_path, limit, taken):
+    def three(requirements: Requirements) -> Offers:
+        (one, *_) = on_sale(requirements).offers
+        prices = {"z8": 0.07, "z9": 0.05}
+        return Offers(
+            offers=tuple(
+                one.model_copy(update={"zone": zone, "price_usd_per_hour": price}) for zone, price in prices.items()
+            ),
+            source="a test",
+        )
+
+    on_sale, said = fake.offers, list[Event]()
+    monkeypatch.setattr(fake, "offers", three)
+    inputs = wire.inputs(here, WANTED)
+    call = Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), False)
+    handler = fleet.FleetHandler(Timeouts(), ranked_before=[inputs["market"] != "spot", 0, limit])
+    if taken is None:
+        with pytest.raises(NoOffer, match="better than another provider's"):
+            handler.create(call, inputs)
+        assert not fake.created
+        return
+    _, made = handler.create(call, inputs)
+    assert made["offer"]["zone"] == taken
+    assert not any("z8" in each for each in made["offersConsidered"])
 
 
 def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):

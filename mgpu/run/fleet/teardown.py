@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
@@ -24,7 +26,7 @@ def _owned(provider: Provider, owner: str, fleets: set[str] | None) -> tuple[Han
 
 def give_back(
     stack: Stack,
-    provider: Provider,
+    providers: Sequence[Provider],
     owner: str,
     timeouts: Timeouts,
     emit: Emit,
@@ -32,7 +34,7 @@ def give_back(
     remove: bool,
     fleet: str | None = None,
 ) -> None:
-    """Destroys the stack's resources, then sweeps what the provider still lists; `remove` drops the empty stack too.
+    """Destroys the stack's resources, then sweeps what its providers still list; `remove` drops the empty stack too.
 
     `fleet` is the name in the stack's output, or in the record: a program of the user's may give its fleet another one
     than the stack's, and the project's folder may be gone.
@@ -48,10 +50,7 @@ def give_back(
         failure = error if isinstance(error, MgpuError) else StackError(str(error))
         emit(Warned(f"pulumi destroy failed, ending the machines directly: {failure.what}"))
     try:
-        left = _owned(provider, owner, names)
-        for handle in left:
-            acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-        left = _owned(provider, owner, names) if left else left  # all regions: not asked twice for nothing
+        left = [handle for provider in providers for handle in _swept(provider, owner, names, timeouts, emit)]
     except ProviderError as error:
         raise TeardownIncomplete(
             f"fleet {', '.join(sorted(names))} may still be billed: the provider cannot be asked",
@@ -73,6 +72,14 @@ def give_back(
         ) from failure
     if remove:
         stack.remove()
+
+
+def _swept(provider: Provider, owner: str, names: set[str], timeouts: Timeouts, emit: Emit) -> tuple[Handle, ...]:
+    """Ends what the provider lists under these names; returns what it lists afterwards."""
+    left = _owned(provider, owner, names)
+    for handle in left:
+        acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
+    return _owned(provider, owner, names) if left else left  # all regions: not asked twice for nothing
 
 
 def _names(stack: Stack, fleet: str | None) -> set[str]:

@@ -25,16 +25,16 @@ from mgpu.errors import ConnectionFailed, InputError, MgpuError, OverLimit, Prov
 from mgpu.events import Note, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
-from mgpu.plan import rank
+from mgpu.plan.rank import turns
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.budget import account
 from mgpu.run.fleet import key, reuse
-from mgpu.run.fleet.stack import InUse, bring_up, move, refuse_used, stack_of, standing
-from mgpu.run.job import images, operator_store
+from mgpu.run.fleet.stack import InUse, bring_up, bring_up_anywhere, move, refuse_used, stack_of, standing
+from mgpu.run.job import images, on_sale, operator_store
 from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
-from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, targets, usd_per_hour
+from mgpu.run.job.stack_output import provider_for, provider_of, targets, usd_per_hour
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt import conduct, watch_again
 from mgpu.run.lifecycle.capacity_wait import CapacityWait
@@ -89,9 +89,10 @@ class _Run:
         self.session, self.record, self._submitted = session, session.record, submitted
         self._context, self._queued_again = context, False
         path = Folder(self.record.run_id).run_file
-        self.spec: RunSpec = loads(
-            path.read_text(), str(path)
-        )  # as it was; what it names beside itself is on the nodes
+        spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes
+        self.spec: RunSpec = spec.model_copy(
+            update={"providers": (*self.record.candidates,) or (self.record.provider,)}
+        )
         self.stack: Stack = stack_of(self.record, context)
         if before is not None and before.pid != os.getpid():
             self.stack.oust(before.process, before.host, shared.earlier_hosts(self.record.run_id))
@@ -144,7 +145,11 @@ class _Run:
             now = time.time()
             return reuse.waits_for(reuse.standing(now), self.record, now)
         fleet = self.record.fleet_output() if self.record.fleet else None
-        price = partial(usd_per_hour, fleet, self.record.part) if fleet else partial(dearest_usd_per_hour, self.spec)
+        price = (
+            partial(usd_per_hour, fleet, self.record.part)
+            if fleet
+            else partial(on_sale.dearest_usd_per_hour, self.spec)
+        )
         try:
             account.claim(self.record.run_id, price)
         except OverLimit as full:
@@ -221,9 +226,7 @@ class _Run:
         return made
 
     def _secrets(self, request: Request, provider: Provider | None) -> Secrets:
-        if store_keys(request, os.environ, provider).grants and not self.record.store_granted:
-            self.record.store_granted = True  # before they are: whoever ends the run takes them away
-            self.session.save()
+        _remember_grants(self.session, store_keys(request, os.environ, provider))
         return secrets_of(request, os.environ, provider)
 
     def _begun(self, request: Request, secrets: Secrets) -> Ended:
@@ -364,6 +367,13 @@ class _Run:
         return resolve(self.spec, record.run_id, base, store=store, timeouts=self.session.timeouts)
 
 
+def _remember_grants(session: Session, keys: StoreKeys) -> None:
+    """Before they are made: whoever ends the run takes them away."""
+    if keys.grants and not session.record.store_granted:
+        session.record.store_granted = True
+        session.save()
+
+
 def _last(ended: Ended) -> Ended:
     """An attempt after which no other one can begin, because this process lacks a secret."""
     if ended.succeeded or ended.left or ended.stopped_by:
@@ -374,10 +384,19 @@ def _last(ended: Ended) -> Ended:
 def _rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Ended:
     """The run on a fleet that is made for it; what an earlier process made of it is adopted. Where there is no capacity
     now, it is asked for again until `recovery.wait_minutes`."""
-    with session.phase("provisioning", f"{count(request.spec.nodes, 'node')} of {request.spec.provider}"):
-        fleet = CapacityWait(session, request.spec.recovery.wait_minutes).granted(lambda: bring_up(session, stack))
+    sellers = " or ".join(request.spec.candidates)
+    with session.phase("provisioning", f"{count(request.spec.nodes, 'node')} of {sellers}"):
+        ask = partial(_made_anew, request.spec, session, stack)
+        fleet = CapacityWait(session, request.spec.recovery.wait_minutes).granted(ask)
     session.check()
     return _used(session, stack, request, secrets, fleet)
+
+
+def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
+    """A fleet, wherever the run file allows. Raises what `bring_up` raises."""
+    if len(spec.candidates) == 1:
+        return bring_up(session, stack)
+    return bring_up_anywhere(session, stack, lambda: turns(on_sale.plan(spec)))
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -393,8 +412,9 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     machines, other = (each and each * record.part for each in (fleet.machines_usd_per_hour, fleet.other_usd_per_hour))
     record.costs(fleet.generation, machines, time.time(), other)
     provider = provider_of(fleet)
-    request = _with_image(session, request, fleet)
+    request = _with_image(session, replace(request, spec=request.spec.of(fleet.provider)), fleet)
     keys = store_keys(request, os.environ, provider)
+    _remember_grants(session, keys)
     return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys), keys)
 
 
@@ -421,22 +441,12 @@ def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys) -> Secret
 
 def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
     """What the run file's `recovery` allows; a fleet that is not mgpu's is not ours to repair."""
-    recovery = request.spec.recovery
+    recovery, anew = request.spec.recovery, partial(_made_anew, request.spec)
     ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
         repair=lambda lost: bring_up(session, stack, lost),
-        move=lambda: partial(move, session, stack) if _elsewhere(request.spec) else None,
+        move=lambda: partial(move, session, stack, anew) if on_sale.places(request.spec) > 1 else None,
     )
-
-
-def _elsewhere(spec: RunSpec) -> bool:
-    """Whether machines of more than one type or place are on offer for a run; False where nobody can say."""
-    needed = rank.requirements(spec)
-    try:
-        offers = rank.plan(needed, provider_for(spec).offers(needed).offers).offers
-    except MgpuError:
-        return False
-    return len({(offer.instance_type, offer.region, offer.zone) for offer in offers}) > 1

@@ -183,8 +183,8 @@ class Supervisor:
         )
 
     def _explained(self, verdict: Verdict) -> Verdict:
-        """Why nodes were stopped that no limit has stopped. The cause may have passed since: a node comes back from a long
-        silence. After a take-over it is not known, and the attempt counts as interrupted."""
+        """Why nodes were stopped that no limit has stopped. The cause may have passed since: a node comes back from a
+        long silence. After a take-over it is not known, and the attempt counts as interrupted."""
         if verdict.fault is not Fault.STOPPED or self._stopped_by:
             return verdict
         first = self._stopped_for or verdict

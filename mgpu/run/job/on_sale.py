@@ -1,0 +1,77 @@
+"""What is on sale for a run: the offers of its provider, or of all providers that its run file names, in one order."""
+
+from __future__ import annotations
+
+from mgpu.errors import InputError, NoOffer, ProviderError
+from mgpu.plan import rank
+from mgpu.plan.model import Plan
+from mgpu.providers import registry
+from mgpu.providers.base import other_usd_per_hour
+from mgpu.spec.model import ANY, RunSpec
+
+
+def sellers(spec: RunSpec) -> tuple[str, ...]:
+    """The providers that a run file names; of `any` those that are set up here.
+
+    Raises:
+        InputError: none is.
+    """
+    if ANY not in spec.providers:
+        return spec.candidates
+    found = tuple(name for name in spec.candidates if spec.of(name).options or registry.get(name).configured())
+    if not found:
+        what = f"provider: {ANY}: none of {', '.join(spec.candidates)} is set up here"
+        raise InputError(what, "", "`mgpu check PROVIDER` says what each needs.")
+    return found
+
+
+def plan(spec: RunSpec) -> Plan:
+    """The offers of all providers that the run file names, ranked. One that has none, or does not answer, hides no
+    other. Rents nothing.
+
+    Raises:
+        ProviderError, InputError: what the only one says.
+        NoOffer: none of several has any that fits.
+    """
+    names = sellers(spec)
+    if len(names) == 1:
+        return _of(spec.of(names[0]))
+    plans, failures = list[Plan](), list[str]()
+    for name in names:
+        try:
+            plans.append(_of(spec.of(name)))
+        except (ProviderError, InputError) as error:
+            failures.append(f"{name}: {error.what}")
+    if not plans:
+        what = f"none of {', '.join(names)} has an offer that meets the run file"
+        cure = "`mgpu plan` with one of them alone says what would change that; `mgpu check` what it lacks."
+        raise NoOffer(what, "\n".join(failures), cure)
+    return rank.merged(plans, failures)
+
+
+def _of(spec: RunSpec) -> Plan:
+    needed = rank.requirements(spec)
+    answer = registry.get(spec.provider, needed.provider_options).offers(needed)
+    return rank.plan(needed, answer.offers, answer.notes)
+
+
+def dearest_usd_per_hour(spec: RunSpec) -> float | None:
+    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing is on
+    sale for it, as whoever tries to rent it is told. Raises ProviderError: the provider does not say."""
+    try:
+        offers = plan(spec).offers
+    except NoOffer:
+        return None
+    dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
+    needed = rank.requirements(spec.of(dearest.provider))
+    provider = registry.get(dearest.provider, needed.provider_options)
+    return dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest)
+
+
+def places(spec: RunSpec) -> int:
+    """How many kinds of machine, each in its place, are on offer for a run; 0 where nobody can say."""
+    try:
+        offers = plan(spec).offers
+    except (ProviderError, InputError):
+        return 0
+    return len({(offer.provider, offer.instance_type, offer.region, offer.zone) for offer in offers})
