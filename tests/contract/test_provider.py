@@ -98,7 +98,7 @@ HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {
 }
 
 
-DRAWN = pytest.mark.drawn("providers x what is asked of them", "mgpu/providers")
+DRAWN = pytest.mark.drawn("providers x what is asked of them", "mgpu/providers", "mgpu/testing")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=DRAWN) for name in registry.names()])

@@ -106,6 +106,17 @@ def test_a_variable_that_a_sink_of_theirs_names_is_passed_on(beside):
     assert "set OUR_YARD_KEY, RINGER in it" in told["by_hand"][0]
 
 
+def test_the_run_file_of_their_page_is_one(beside, cloud):
+    page = Path(__file__).parent / "yard" / "yard.yaml"
+    (beside.folder / "mgpu.yaml").write_text(page.read_text().replace("disk:", f"endpoint: {cloud.endpoint}, disk:"))
+    beside.mgpu("check", "yard", code=3)
+    text = (beside.folder / "mgpu.yaml").read_text()
+    (beside.folder / "mgpu.yaml").write_text(text.replace("disk:", "key: OUR_YARD_KEY, disk:"))
+    beside.mgpu("check", "yard")
+    plan = json.loads(beside.mgpu("plan", "--json"))
+    assert [(each["market"], each["region"]) for each in plan["offers"]] == [("spot", "south"), ("on-demand", "south")]
+
+
 def test_mistakes_in_them_are_told_like_any_other(beside):
     wrong = RUN_FILE.replace("disk: nvme", "disk: floppy").replace("endpoint: ENDPOINT", "prise: 1")
     wrong = wrong.replace("strokes: 2", "strokes: 0").replace("jsonl:", "jsnol:")

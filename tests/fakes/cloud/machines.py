@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from waiting import until
-
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest, Handle
 from mgpu.providers.local import bill, control
 from mgpu.providers.local.nodes import Instance
 from mgpu.providers.local.procs import marked
 from mgpu.providers.local.provider import LocalProvider
+from mgpu.testing.waiting import until
 
 STATUS = {"pending": "starting", "running": "running", "stopping": "stopping", "terminated": "terminated"}
 

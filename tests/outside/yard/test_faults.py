@@ -17,7 +17,7 @@ from waiting import until
 
 from mgpu import acquire
 from mgpu.acquire import Acquired
-from mgpu.errors import AuthError, NoCapacity, QuotaExceeded, TeardownIncomplete
+from mgpu.errors import AuthError, NoCapacity, QuotaExceeded, TeardownIncomplete, Transient
 from mgpu.journal import Journal
 from mgpu.plan import rank
 from mgpu.plan.model import Requirements
@@ -143,6 +143,13 @@ def test_what_cannot_be_given_back_ends_the_search_and_is_named(cloud: Cloud, re
         rent()
     assert caught.value.what == f"yard: {cloud.billed[0]} may be billed"
     assert caught.value.next_step == "Run `mgpu gc`."
+
+
+def test_from_a_state_that_nobody_knows_nothing_is_concluded(cloud: Cloud, rent, monkeypatch):
+    made = rent(1)
+    monkeypatch.setattr(cloud.machines, "look", lambda _: {"status": "migrating", "reason": ""})
+    with pytest.raises(Transient, match=f"yard: {made.handle.ids[0]} is migrating"):
+        YardProvider({"endpoint": cloud.endpoint}).describe(made.handle)
 
 
 def test_a_wrong_key_is_told_with_the_variable_that_holds_it(rent, monkeypatch):

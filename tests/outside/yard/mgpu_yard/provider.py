@@ -179,6 +179,8 @@ def _node(rank: int, name: str, said: Instance | None) -> NodeState:
     if said is None:
         why = "Yard knows no such machine any more" if name else "no machine was made for this rank"
         return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED, reason=why)
+    if said["status"] not in _PHASES:
+        raise Transient(f"yard: {name} is {said['status']}", "this version of mgpu-yard knows no such state")
     return NodeState(
         rank=rank,
         id=name,
