@@ -78,6 +78,12 @@ def events(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def newest() -> dict[str, Any]:
+    """The record of the run."""
+    found = list((state_dir() / "runs").glob("*/record.json"))
+    return json.loads(found[0].read_text()) if found else {"attempt": 0, "checkpoint_step": -1}
+
+
 @pytest.fixture(autouse=True)
 def files(beside, cloud) -> None:
     (beside.folder / "train.py").write_text(PROGRAM)
@@ -160,14 +166,10 @@ def test_a_cloud_that_pauses_a_machine_and_then_takes_one_with_a_notice(beside, 
     (beside.folder / "mgpu.yaml").write_text(INTERRUPTED.format(endpoint=cloud.endpoint, end=end))
     monkeypatch.setenv("MGPU_TIMEOUTS", json.dumps({"silence_s": 4}))
 
-    def record() -> dict[str, Any]:
-        found = list((state_dir() / "runs").glob("*/record.json"))
-        return json.loads(found[0].read_text()) if found else {"attempt": 0}
-
     def machine(attempt: int, rank: int, step: int) -> str:
         """A node's, when this attempt has committed this step."""
-        until(lambda: record()["attempt"] == attempt and record()["checkpoint_step"] >= step, 100, record)
-        return record()["fleet"]["nodes"][rank]["id"]
+        until(lambda: newest()["attempt"] == attempt and newest()["checkpoint_step"] >= step, 100, newest)
+        return newest()["fleet"]["nodes"][rank]["id"]
 
     launch = beside.start("launch", "--yes", "--json")
     try:
@@ -187,6 +189,34 @@ def test_a_cloud_that_pauses_a_machine_and_then_takes_one_with_a_notice(beside, 
     assert (silent["nodes"], warned["nodes"]) == ([1], [0]), told
     assert warned["steps_lost"] == 0, "the notice was long enough for a save"
     assert (len(cloud.instances), cloud.billed) == (4, []), "two, and one in the place of each"
+
+
+def test_a_run_whose_cloud_has_nothing_left_goes_on_at_another_provider(beside, cloud):
+    (beside.folder / "train.py").write_text((Path(__file__).parents[1] / "programs" / "count.py").read_text())
+    end = beside.folder / "end"
+    text = INTERRUPTED.format(endpoint=cloud.endpoint, end=end)
+    text = text.replace("provider: yard", "provider: [local, yard]").replace("wait_minutes: 1", "wait_minutes: 0.05")
+    (beside.folder / "mgpu.yaml").write_text(text)
+    plan = json.loads(beside.mgpu("plan", "--json"))
+    assert [(each["provider"], each["price_usd_per_hour"]) for each in plan["offers"]] == [
+        *(("yard", 0.07), ("yard", 0.09), ("local", 0.1)),
+    ]
+    launch = beside.start("launch", "--yes", "--json")
+    try:
+        until(lambda: newest()["checkpoint_step"] >= 10, 100, newest)
+        cloud.capacity = dict.fromkeys(cloud.capacity, 0)
+        cloud.machines.notice(newest()["fleet"]["nodes"][1]["id"], 30)
+        until(lambda: newest()["attempt"] == 2 and newest()["checkpoint_step"] >= 40, 100, newest)
+        end.touch()
+    finally:
+        ended = json.loads(beside.ended(launch))
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2), ended
+    told = json.loads(beside.mgpu("status", ended["run_id"], "--json"))
+    assert (told["provider"], [each["steps_lost"] for each in told["interruptions"]]) == ("local", [0]), told
+    costs = json.loads(beside.mgpu("costs", "--by", "provider", "--json"))
+    assert {each["key"] for each in costs["rows"]} == {"local", "yard"}, costs
+    assert (len(cloud.instances), cloud.billed) == (2, [])
+    assert json.loads(beside.mgpu("gc", "--json"))["fleets"] == []
 
 
 def test_mistakes_in_what_is_trained_are_told_like_any_other(beside):

@@ -68,10 +68,12 @@ def dearest_usd_per_hour(spec: RunSpec) -> float | None:
     return dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest)
 
 
-def places(spec: RunSpec) -> int:
-    """How many kinds of machine, each in its place, are on offer for a run; 0 where nobody can say."""
+def elsewhere(spec: RunSpec, provider: str) -> bool:
+    """Whether a run whose machines this provider has may have others, of another type, in another place or of another
+    provider; False where nobody can say."""
     try:
         offers = plan(spec).offers
     except (ProviderError, InputError):
-        return 0
-    return len({(offer.provider, offer.instance_type, offer.region, offer.zone) for offer in offers})
+        return False
+    kinds = {(offer.provider, offer.instance_type, offer.region, offer.zone) for offer in offers}
+    return len(kinds) > 1 or all(kind[0] != provider for kind in kinds)

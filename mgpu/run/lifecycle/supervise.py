@@ -448,5 +448,7 @@ def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
         repair=lambda lost: bring_up(session, stack, lost),
-        move=lambda: partial(move, session, stack, anew) if on_sale.places(request.spec) > 1 else None,
+        move=lambda: (
+            partial(move, session, stack, anew) if on_sale.elsewhere(request.spec, session.record.provider) else None
+        ),
     )
