@@ -85,7 +85,7 @@ def test_without_keys_nothing_of_a_gang_is_asked_for_twice_because_the_rest_was_
 
 
 def test_a_create_that_comes_late_makes_no_second_machine(cloud: Cloud, rent):
-    cloud.creates, cloud.late_s = ["late"], 0.5
+    cloud.creates = ["late"]
     made = rent(1, answer_s="0.2")
     until(lambda: cloud.done == posted(cloud) > 1)
     assert list(made.handle.ids) == list(cloud.instances)
