@@ -181,8 +181,9 @@ def test_a_cloud_that_pauses_a_machine_and_then_takes_one_with_a_notice(beside, 
         cloud.machines.notice(taken, 30)
         machine(3, 0, 20)
         end.touch()
-    finally:
         ended = json.loads(beside.ended(launch))
+    finally:
+        launch.kill()
     assert (ended["state"], ended["attempt"]) == ("succeeded", 3), ended
     told = json.loads(beside.mgpu("status", ended["run_id"], "--json"))
     silent, warned = told["interruptions"]

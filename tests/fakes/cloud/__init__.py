@@ -31,10 +31,11 @@ PRICES = {("north", "on-demand"): 0.07, ("north", "spot"): 0.02, ("south", "on-d
 CREATES = {
     "": "is answered",
     "busy": "is refused with 429",
-    "late": "arrives when its sender has given it up",
+    "late": "arrives when another one has been done",
     "lost": "is done, and the connection is cut",
     "broken": "is done, and 500 is answered",
 }
+LATEST_S = 60.0
 BUSY = (429, "too_many_requests", "slow down")
 ASKED = {"type", "region", "market", "disk", "ssh_key", "labels", "lease_s", "hard_cap_s", "ends_by"}
 
@@ -50,7 +51,6 @@ class Cloud:
     machines: Machines
     now: Callable[[], float] = time.time  # UNIX seconds
     latency_s: float = 0.0  # before each answer
-    late_s: float = 0.0  # before a create that is late arrives
     lag_s: float = 0.0  # so long listings do not show a new instance
     creates: list[str] = field(default_factory=list)  # what becomes of the next ones, one each: CREATES
     busy: int = 0  # so many requests are refused with 429
@@ -64,7 +64,7 @@ class Cloud:
     done: int = 0  # creates that have come to an end, whoever still listens
     endpoint: str = ""
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)  # key -> the body that it came with, and the id
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _lock: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def billed(self) -> list[str]:
@@ -103,13 +103,13 @@ class Cloud:
     def _make(self, body: str, key: str) -> tuple[int, Any]:
         with self._lock:
             fault = self.creates.pop(0) if self.creates else ""
-        if fault == "busy":
-            raise Refused(*BUSY)
-        if fault == "late":
-            time.sleep(self.late_s)
-        with self._lock:
+            if fault == "busy":
+                raise Refused(*BUSY)
+            if fault == "late":
+                self._lock.wait_for(lambda: self.done, LATEST_S)
             status, made = self._create(body, key)
             self.done += 1
+            self._lock.notify_all()
         if fault == "lost":
             raise ConnectionAbortedError
         return (500, {}) if fault == "broken" else (status, made)

@@ -44,9 +44,9 @@ def rent(cloud: Cloud, clock: Clock, tmp_path: Path) -> Callable[..., Acquired]:
     """`rent(nodes)`: a fleet as the plugin rents it, cheapest offer first; `then` happens between plan and purchase."""
 
     def rent(nodes: int = 2, kind: type[YardProvider] = YardProvider, then: Callable[[], object] = str, **options: Any):
-        provider = kind({"endpoint": cloud.endpoint, **options})
         needed = Requirements(provider="yard", nodes=nodes, max_price_usd_per_hour=1, max_hours=1)
-        offers = rank.plan(needed, provider.offers(needed).offers).offers
+        offers = rank.plan(needed, kind({"endpoint": cloud.endpoint}).offers(needed).offers).offers
+        provider = kind({"endpoint": cloud.endpoint, **options})
         request = FleetRequest(
             fleet="demo", generation=1, owner="o-1", requirements=needed, ssh_public_key="ssh-ed25519 AAAA",
             lease_s=300, hard_cap_s=600,
@@ -85,9 +85,9 @@ def test_without_keys_nothing_of_a_gang_is_asked_for_twice_because_the_rest_was_
 
 
 def test_a_create_that_comes_late_makes_no_second_machine(cloud: Cloud, rent):
-    cloud.creates, cloud.late_s = ["late"], 0.3
-    made = rent(1, answer_s="0.1")
-    until(lambda: cloud.done == posted(cloud) == 2)
+    cloud.creates = ["late"]
+    made = rent(1, answer_s="0.2")
+    until(lambda: cloud.done == posted(cloud) > 1)
     assert list(made.handle.ids) == list(cloud.instances)
 
 
@@ -97,7 +97,7 @@ def test_an_api_that_does_not_answer_is_asked_again(cloud: Cloud, rent, clock, m
         Clock.sleep(clock, seconds)
 
     monkeypatch.setattr(clock, "sleep", sleep)
-    made = rent(answer_s="0.1", then=lambda: setattr(cloud, "latency_s", 0.3))
+    made = rent(answer_s="0.2", then=lambda: setattr(cloud, "latency_s", 0.5))
     assert cloud.latency_s == 0, "there was a pause"
     assert sorted(made.handle.ids) == sorted(cloud.instances)
 
@@ -143,6 +143,18 @@ def test_what_cannot_be_given_back_ends_the_search_and_is_named(cloud: Cloud, re
         rent()
     assert caught.value.what == f"yard: {cloud.billed[0]} may be billed"
     assert caught.value.next_step == "Run `mgpu gc`."
+
+
+def test_a_key_that_is_revoked_in_the_middle_of_a_gang_hides_no_machine(cloud: Cloud, rent, clock, monkeypatch):
+    def sleep(seconds: float) -> None:
+        monkeypatch.setenv("YARD_API_KEY", "revoked")
+        Clock.sleep(clock, seconds)
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    cloud.creates = ["", "busy"]
+    with pytest.raises(TeardownIncomplete, match="may have made machines that are billed"):
+        rent()
+    assert len(cloud.billed) == 1
 
 
 def test_from_a_state_that_nobody_knows_nothing_is_concluded(cloud: Cloud, rent, monkeypatch):

@@ -82,10 +82,11 @@ class YardProvider(Provider):
             labels = {**asked["labels"], "token": token, "rank": rank}
             try:
                 made[rank] = made.get(rank) or self._api.make({**asked, "labels": labels}, f"{token}-{rank}")
-            except (RateLimited, Transient) as error:  # the same call comes again
-                if made and not self.capabilities.idempotent_create:  # but not before it can see what there is
-                    raise AmbiguousCreate(error.what, error.why) from error
-                raise
+            except (RateLimited, Transient) as error:
+                if not made:
+                    raise
+                again = Transient if self.capabilities.idempotent_create else AmbiguousCreate  # a part of it is made
+                raise again(error.what, error.why, retry_after=error.retry_after) from error
             except AmbiguousCreate:  # whoever asked looks for it
                 raise
             except ProviderError as error:  # a refusal says that nothing was made
