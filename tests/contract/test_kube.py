@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fakes.aws import world
 from fakes.kube import manifest
 from fakes.kube.api import Api, Refused
 from fakes.kube.cluster import IMAGE, Cluster, Namespace, _there
@@ -59,9 +60,12 @@ def gone(kube: Namespace, name: str) -> bool:
 
 def end(kube: Namespace, name: str) -> dict:
     """How a container has ended, once the API knows."""
-    state = until(lambda: kube.pod(name)["status"]["containerStatuses"][0]["state"].get("terminated"), 60)
-    assert state
-    return state
+
+    def state() -> dict:
+        return kube.pod(name)["status"].get("containerStatuses", [{"state": {}}])[0]["state"]
+
+    until(lambda: "terminated" in state(), 60)
+    return state()["terminated"]
 
 
 @contextmanager
@@ -102,6 +106,15 @@ def test_a_container_is_asked_and_then_ended_when_its_time_of_grace_is_over(kube
     for name in ("careful", "deaf"):
         kube.api.patch(kube.path("pods", name), {"metadata": {"$deleteFromPrimitiveList/finalizers": ["tests/kept"]}})
         until(lambda name=name: gone(kube, name))
+
+
+def test_a_deadline_ends_a_pod_whose_last_words_are_kept(kube: Namespace):
+    late = manifested("late", "sh", "-c", CAREFUL, activeDeadlineSeconds=2)
+    late["spec"]["containers"][0]["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    kube.api.post(kube.path("pods"), late)
+    ended = end(kube, "late")
+    assert (ended["exitCode"], ended["message"]) == (3, "up\nasked\n")
+    assert (phase(kube, "late"), kube.pod("late")["status"]["reason"]) == ("Failed", "DeadlineExceeded")
 
 
 def test_a_node_whose_kubelet_is_dead_runs_on_whatever_the_api_says(kube: Namespace):
@@ -152,9 +165,11 @@ def test_each_pod_has_ports_of_its_own_and_a_forward_that_drops_can_be_had_again
         program = SHOUTS.replace("heard.upper()", f"heard.upper() + b'{word}'")
         pod(kube, name, "python3", "-c", program)
     address = kube.pod("two")["status"]["podIP"]
-    reach = f"import socket; print(socket.create_connection(('{address}', 22), 5))"
-    with pytest.raises(AssertionError, match="refused"):
-        kube.cluster.kubectl("-n", kube.name, "exec", "one", "--", "python3", "-c", reach)  # it listens on loopback
+    reach = f"import socket; socket.create_connection(('{address}', 22), 5).sendall(b'x')"
+    one = kube.process("one")
+    assert one
+    from_one = subprocess.run([*world.prefix(one.pid), sys.executable, "-c", reach], capture_output=True, text=True)
+    assert "refused" in from_one.stderr, "there is a way from pod to pod, and who listens on loopback is not on it"
     with forwarded(kube, "one", 22) as near, socket.create_connection(("127.0.0.1", near)) as connection:
         assert heard(connection, b"a") == b"Aup"
         with forwarded(kube, "two", 22) as other, socket.create_connection(("127.0.0.1", other)) as second:

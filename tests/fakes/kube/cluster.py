@@ -473,7 +473,7 @@ class Namespace:
         self.api.delete(self.path("pods"), {"gracePeriodSeconds": 1})
         left = self.pods()
         for pod in left:
-            if pod["metadata"].get("finalizers") and "deletionTimestamp" in pod["metadata"]:
+            if pod["metadata"].get("finalizers") and pod["status"]["phase"] in ("Failed", "Succeeded"):
                 with suppress(Refused):  # it is gone
                     name = pod["metadata"]["name"]
                     self.api.patch(self.path("pods", name), {"metadata": {"finalizers": None}})

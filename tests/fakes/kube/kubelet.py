@@ -34,16 +34,21 @@ from fakes.kube.shim import write
 
 BEAT_S = 1.0
 POLL_S = 0.05
-SHIM_S = 5.0  # for its last word
 AGAIN_S = 0.5  # what is not there yet is looked for again
 _SHIM = Path(__file__).with_name("shim.py")
-_STRATEGIC_CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady")
+_CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady")
+_LATE, _TOO_LONG = "DeadlineExceeded", "Pod was active on the node longer than the specified deadline"
 
 
 def stamp(seconds: float | None = None) -> str:
     """A time as Kubernetes writes it; without one, now."""
     at = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(text: str | None) -> float:
+    """Since the epoch, of a time that Kubernetes has written; without one, now."""
+    return datetime.fromisoformat(text).timestamp() if text else time.time()
 
 
 class Pod:
@@ -57,10 +62,10 @@ class Pod:
         self.folder = kubelet.pods_folder / f"{self.namespace}_{self.name}_{self.uid}"
         self.seen, self.gone = seen, False
         self.woken = threading.Event()
-        self._began = 0.0  # the container; since the epoch
+        self._taken = seconds(seen["status"].get("startTime"))  # when a kubelet saw it first, since the epoch
+        self._began = 0.0  # the container
         self._first: procs.Process | None = None
         self._shim: subprocess.Popen[bytes] | None = None  # where this kubelet has started it
-        self._there_at = time.monotonic()  # when the container, or its shim, was seen last
 
     def tell(self, seen: Json, gone: bool = False) -> None:
         """What the API says of it now; `gone`: that it is no more."""
@@ -94,7 +99,7 @@ class Pod:
             self._wait_for_deletion()
             return False
         waits = ""
-        while not self._unwanted:
+        while not self._unwanted and not self._late:
             try:
                 self._run()
                 return True
@@ -109,9 +114,9 @@ class Pod:
                 self._kubelet.say(f"{self.name}: {error}")
             self.woken.wait(AGAIN_S)
             self.woken.clear()
-        if not self.gone:
-            self._report(phase="Failed")
-            self._remove()
+        over = {} if self._unwanted else {"reason": _LATE, "message": _TOO_LONG}
+        self._report(phase="Failed", **over)
+        self._wait_for_deletion()
         return False
 
     def _run(self) -> None:
@@ -123,6 +128,11 @@ class Pod:
         known = manifest.facts(self.seen, self._kubelet.node, address)
         env = manifest.environment(self._api, self.seen, known, image)
         user, group, groups = manifest.identity(self.seen, image)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        message = self.folder / "message"
+        message.touch()
+        message.chmod(0o666)
+        volumes = manifest.mounts(self._api, self.seen, known, self.folder / "volumes")
         hostname = env["HOSTNAME"]
         config = {
             **self._kubelet.network,
@@ -134,7 +144,7 @@ class Pod:
             "image": image,
             "scratch": str(self.folder / "disk"),
             "disk_mib": 2048,
-            "mounts": manifest.mounts(self._api, self.seen, known, self.folder / "volumes"),
+            "mounts": [*volumes, manifest.message_file(message)],
             "argv": manifest.argv(self.seen, env, image),
             "environment": env,
             "directory": self.seen["spec"]["containers"][0].get("workingDir") or "/",
@@ -142,15 +152,15 @@ class Pod:
             "group": group,
             "groups": groups,
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
         write(self.folder / "pod.json", json.dumps(self.seen))
         write(self.folder / "config.json", json.dumps(config))
-        write(self.folder / "started", address)
         self._shim = subprocess.Popen(
             [sys.executable, "-E", "-s", "-S", "-B", str(_SHIM), str(self.folder)],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        write(self.folder / "shim", str(self._shim.pid))
+        write(self.folder / "started", address)
 
     # --- its life and its end
 
@@ -158,16 +168,14 @@ class Pod:
         """Until the container has ended, and that is told."""
         while not self._pid_file.exists() and self._ended() is None:
             self._pause()
-        spec = self.seen["spec"]
         self._began = (self._pid_file if self._pid_file.exists() else self.folder / "started").stat().st_mtime
         if self._ended() is None:
             self._report_state(running={"startedAt": stamp(self._began)}, phase="Running")
         process = self._process()
         over, kill_at = "", float("inf")
         while (ended := self._ended()) is None:
-            late = "activeDeadlineSeconds" in spec and time.time() > self._began + spec["activeDeadlineSeconds"]
-            if kill_at == float("inf") and (late or self._unwanted):
-                over = "DeadlineExceeded" if late and not self._unwanted else ""
+            if kill_at == float("inf") and (self._late or self._unwanted):
+                over = "" if self._unwanted else _LATE
                 kill_at = time.monotonic() + self._grace()
                 if process:
                     process.send(signal.SIGTERM)
@@ -177,6 +185,11 @@ class Pod:
                 process.send(signal.SIGKILL)
             self._pause()
         self._tell_end(ended, over)
+
+    @property
+    def _late(self) -> bool:
+        """Whether it has been on the node for longer than it may."""
+        return time.time() > self._taken + self.seen["spec"].get("activeDeadlineSeconds", float("inf"))
 
     def _grace(self) -> float:
         grace = self.seen["spec"].get("terminationGracePeriodSeconds", 30)
@@ -188,11 +201,9 @@ class Pod:
         code = ended["code"]
         about = {"exitCode": code, "startedAt": stamp(self._began), "finishedAt": stamp(ended["at"])}
         about["reason"] = "StartError" if ended["trouble"] else "Completed" if code == 0 else "Error"
-        words = ended["trouble"] or (manifest.last_words(self.seen, self.folder / "log") if code else "")
+        words = ended["trouble"] or manifest.message(self.seen, self.folder, code)
         about |= {"message": words} if words else {}
-        told = (
-            {"reason": over, "message": "Pod was active on the node longer than the specified deadline"} if over else {}
-        )
+        told = {"reason": over, "message": _TOO_LONG} if over else {}
         self._report_state(terminated=about, phase="Failed" if code or over else "Succeeded", **told)
 
     def _wait_for_deletion(self) -> None:
@@ -238,14 +249,17 @@ class Pod:
 
     def _ended(self) -> Json | None:
         """How the container has ended. One that is gone without a word of its shim's was killed together with it."""
+        process = self._process()
+        lost = not self._shim_lives() and not (process and process.alive)  # asked first: its last word comes before
         with suppress(FileNotFoundError):
             return json.loads((self.folder / "exit").read_text())
-        process = self._process()
-        starting = process is None and self._shim is not None and self._shim.poll() is None
-        if starting or (process and process.alive):
-            self._there_at = time.monotonic()
-        lost = time.monotonic() > self._there_at + SHIM_S
         return {"code": 137, "at": time.time(), "trouble": ""} if lost else None
+
+    def _shim_lives(self) -> bool:
+        if self._shim:
+            return self._shim.poll() is None
+        pid = int((self.folder / "shim").read_text())
+        return str(self.folder) in procs.command_line(pid)
 
     def _pause(self) -> None:
         self.woken.wait(POLL_S)
@@ -267,13 +281,12 @@ class Pod:
         if (self.folder / "started").exists():
             address = (self.folder / "started").read_text()
             status |= {"podIP": address, "podIPs": [{"ip": address}]}
-        if "startTime" not in self.seen["status"]:
-            status["startTime"] = stamp()
+        status["startTime"] = stamp(self._taken)
         why = {"reason": f"Pod{'Completed' if phase == 'Succeeded' else 'Failed'}"} if done else {}
         up = str(phase == "Running")
         status["conditions"] = [
             {"type": name, "status": "True" if name == "Initialized" else up, "lastTransitionTime": stamp(), **why}
-            for name in _STRATEGIC_CONDITIONS
+            for name in _CONDITIONS
         ]
         body = {"metadata": {"uid": self.uid}, "status": status}
         self._persist(lambda: self._api.patch(f"{self.path}/status", body))

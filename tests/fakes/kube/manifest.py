@@ -21,7 +21,7 @@ _REFUSED = {  # fields of a container that change what it does
     *("terminationMessagePath", "restartPolicy"),
 }
 _REFUSED_OF_PODS = ("initContainers", "ephemeralContainers", "hostNetwork", "hostPID", "hostIPC", "hostAliases")
-_DEFAULTS = {"terminationMessagePath": "/dev/termination-log"}
+MESSAGE = "/dev/termination-log"
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -42,7 +42,7 @@ def unknown(pod: Json) -> list[str]:
     if spec.get("restartPolicy") != "Never":
         found.append(f"restartPolicy {spec.get('restartPolicy')}")
     container = spec["containers"][0]
-    return found + sorted(n for n in _REFUSED & container.keys() if container[n] and container[n] != _DEFAULTS.get(n))
+    return found + sorted(n for n in _REFUSED & container.keys() if container[n] not in (None, False, [], {}, MESSAGE))
 
 
 def number(quantity: str) -> int:
@@ -133,9 +133,19 @@ def rights(pod: Json) -> Json:
     return {**about, "no_new_privileges": own.get("allowPrivilegeEscalation") is False}
 
 
-def last_words(pod: Json, log: Path) -> str:
-    """What a container that has failed leaves as its message: the end of what it has printed, if that is asked for."""
-    if pod["spec"]["containers"][0].get("terminationMessagePolicy") != "FallbackToLogsOnError" or not log.exists():
+def message_file(path: Path) -> Json:
+    """Where a container may write why it ends."""
+    return {"source": str(path), "target": MESSAGE, "bytes": 0, "read_only": False}
+
+
+def message(pod: Json, folder: Path, code: int) -> str:
+    """What a container has left: in the file for it, or else, if that is asked for, the end of what it has printed."""
+    left = folder / "message"
+    if left.exists() and (said := left.read_text(errors="replace")[:4096]):
+        return said
+    log = folder / "log"
+    policy = pod["spec"]["containers"][0].get("terminationMessagePolicy")
+    if code == 0 or policy != "FallbackToLogsOnError" or not log.exists():
         return ""
     with log.open("rb") as text:
         text.seek(max(0, log.stat().st_size - 2048))  # the kubelet's own limits
