@@ -20,8 +20,10 @@ from typing import Any
 
 import asyncssh
 import pytest
+import yaml
 from fakes.aws import FakeAws
 from fakes.hosts import Rack
+from fakes.kube.cluster import IMAGE, Namespace
 from fakes.slurm import Cluster
 from waiting import until
 
@@ -30,6 +32,7 @@ from mgpu.errors import Conflict, InputError, InvalidRequest
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, Provider, Rekeys, create_token
+from mgpu.providers.kubernetes.findings import roles
 from mgpu.providers.local import bill
 
 DEADLINE_S = 60.0
@@ -46,6 +49,7 @@ class Harness:
     needs: dict[str, Any] = field(default_factory=dict)  # what it has to be asked for
     world: str = ""  # tells this test's tokens from others', where one world serves many tests
     answers: bool = True  # there is an SSH server at the address of a node
+    image: str = ""  # that its nodes are containers of
 
 
 def local_harness(_: pytest.FixtureRequest, folder: Path) -> Harness:
@@ -111,11 +115,40 @@ def slurm_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
     )
 
 
+def kubernetes_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
+    from mgpu.providers.kubernetes.manifest import INDEX, TOKEN
+    from mgpu.providers.kubernetes.provider import KubernetesProvider
+
+    kube: Namespace = request.getfixturevalue("kube")
+    kube.grant(yaml.safe_dump_all(roles(kube.name)))
+    options = {"kubeconfig": str(kube.kubeconfig), "price_usd_per_hour": "0.05", "notice_s": "2"}
+
+    def pods() -> dict[str, str]:
+        about = [each["metadata"] for each in kube.pods()]
+        return {f"{each['labels'][TOKEN][:10]}-{each['labels'][INDEX]}": each["name"] for each in about}
+
+    def kill(name: str) -> None:
+        process = kube.process(pods()[name])
+        assert process is not None
+        process.send(signal.SIGKILL)
+
+    return Harness(
+        make=lambda: KubernetesProvider(options),
+        kill=kill,
+        billed=lambda: [name for name, pod in pods().items() if kube.process(pod)],
+        needs={"market": "on-demand", "provider_options": options},
+        world=kube.name,
+        answers=False,
+        image=IMAGE,
+    )
+
+
 HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {
     "local": local_harness,
     "aws": aws_harness,
     "hosts": hosts_harness,
     "slurm": slurm_harness,
+    "kubernetes": kubernetes_harness,
 }
 
 
@@ -154,6 +187,7 @@ def ask(harness: Harness, nodes: int = 2, owner: str = "o-1", generation: int = 
         ssh_public_key=KEY,
         lease_s=300,
         hard_cap_s=600,
+        image=harness.image,
     )
     return request, offer, create_token(owner, f"demo-{owner}{harness.world}", generation, offer, 0)
 
@@ -179,7 +213,7 @@ def phases(provider: Provider, handle: Handle) -> list[NodePhase]:
 def test_registry_modules_and_this_suite_agree():
     folder = Path(mgpu.providers.__file__).parent
     modules = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-    assert modules - {"__init__", "base", "registry"} == set(registry.names()) == set(HARNESSES)
+    assert modules - {"__init__", "base", "keeper", "registry", "shipped"} == set(registry.names()) == set(HARNESSES)
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -69,7 +69,7 @@ def files(beside) -> None:
 
 def test_their_keys_are_keys_of_the_run_file(beside):
     schema = json.loads(beside.mgpu("spec", "--json"))
-    assert schema["properties"]["provider"]["enum"] == ["aws", "hosts", "local", "slurm", "yard"]
+    assert schema["properties"]["provider"]["enum"] == ["aws", "hosts", "kubernetes", "local", "slurm", "yard"]
     assert schema["properties"]["launcher"]["enum"] == [
         *("accelerate", "bash", "deepspeed", "envrun", "jax", "mpi", "python", "tensorflow", "torchrun")
     ]

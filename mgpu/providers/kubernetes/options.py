@@ -61,7 +61,9 @@ class KubernetesOptions(ProviderOptions):
     )
     priority_class: _Name | None = Field(None, description="priority class (default: the cluster's)")
     service_account: _Name | None = Field(None, description="service account, whose token pods get (default: no token)")
-    image_pull_secret: _Name | None = Field(None, description="secret of the namespace that pulls the image")
+    image_pull_secret: _Name | None = Field(
+        None, description="secret of the namespace that pulls the image (default: none)"
+    )
     run_as_user: int | None = Field(
         None, ge=1, description="user id that pods run as, without privileges (default: the image's user)"
     )
