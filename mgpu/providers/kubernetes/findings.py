@@ -21,15 +21,17 @@ NEEDED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("", "pods", "portforward", ("get", "create")),  # since Kubernetes 1.35 a WebSocket needs both
     ("", "events", "", ("list",)),
 )
+# what a check tells besides
+_USEFUL = (("", "resourcequotas", "", ("list",)), ("kueue.x-k8s.io", "localqueues", "", ("get",)))
 _NODES = ("list", "get")  # of the cluster: what is on sale, and whether a node that is silent is gone
 _ANY_IMAGE = f"none@sha256:{'0' * 64}"
 
 
 def roles(namespace: str) -> tuple[Json, Json]:
-    """The least role that has all of `NEEDED`; and the one, for the whole cluster, that shows its nodes."""
+    """The least role that has all of `NEEDED`, and sees what bounds it; and the one that shows the cluster's nodes."""
     rules = [
         {"apiGroups": [group], "resources": [f"{resource}/{sub}" if sub else resource], "verbs": list(verbs)}
-        for group, resource, sub, verbs in NEEDED
+        for group, resource, sub, verbs in (*NEEDED, *_USEFUL)
     ]
     common = {"apiVersion": "rbac.authorization.k8s.io/v1"}
     nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": list(_NODES)}]

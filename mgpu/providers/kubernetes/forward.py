@@ -9,6 +9,7 @@ first frame of each holds the port's number (Kubernetes' `v4.channel.k8s.io`).
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import sys
@@ -29,6 +30,7 @@ from mgpu.providers.kubernetes.cluster import Access, dial, refused
 _PROTOCOL = Subprotocol("v4.channel.k8s.io")
 _DATA, _TROUBLE = 0, 1
 _CHUNK = 1 << 16
+_STDIN, _STDOUT = 0, 1
 _FRAME = 1 << 15  # of what is sent at once
 
 
@@ -178,9 +180,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(error, file=sys.stderr)  # noqa: T201  ssh shows it
         return 1
-    stdin, stdout = sys.stdin.buffer.raw, sys.stdout.buffer.raw  # type: ignore[attr-defined]
     while True:
-        ready = [stream] if stream.pending else select.select([stdin, stream], [], [])[0]
+        ready = [stream] if stream.pending else select.select([_STDIN, stream], [], [])[0]
         if stream in ready:
             try:
                 data = stream.recv(_CHUNK)
@@ -190,9 +191,9 @@ def main(argv: Sequence[str]) -> int:
             if not data:
                 return 0
             while data:
-                data = data[stdout.write(data) :]
-        if stdin in ready:
-            given = stdin.read(_CHUNK)
+                data = data[os.write(_STDOUT, data) :]
+        if _STDIN in ready:
+            given = os.read(_STDIN, _CHUNK)
             if not given:
                 stream.close()
                 return 0

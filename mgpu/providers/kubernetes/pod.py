@@ -41,10 +41,12 @@ class Pod(Keeper):
         """Keeps the node until it is told to end; the container's exit code."""
         wakeup = self.listen()
         try:
-            user = pwd.getpwuid(os.geteuid()).pw_name
+            user = pwd.getpwuid(os.geteuid())
+            if os.path.basename(user.pw_shell) in ("nologin", "false"):  # noqa: PTH119
+                raise OSError(f"user {user.pw_name} of the image has no shell in /etc/passwd, only {user.pw_shell}")
             self.furnish()
             self.serve()
-            told = {"port": self.port, "user": user, "host_key": self.host_key, "began_at": self.began_at}
+            told = {"port": self.port, "user": user.pw_name, "host_key": self.host_key, "began_at": self.began_at}
             print(json.dumps({"mgpu": told}), flush=True)  # noqa: T201  the container's log
             while not self.ending:
                 self.wait(wakeup)

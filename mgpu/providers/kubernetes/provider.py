@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import Conflict, InvalidRequest, NoOffer
+from mgpu.errors import Conflict, InvalidRequest, NoOffer, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     Finding,
@@ -180,10 +180,12 @@ class KubernetesProvider(Provider):
             place.cluster.patch(path, {"spec": {"activeDeadlineSeconds": _AT_ONCE_S}})
 
     def _end_pod(self, place: offered.Place, pod: Pod) -> None:
+        grace_s = _AT_ONCE_S
         if self._ended(place, pod):
             self._let_go(place, pod)
-        if pod.grace_s is None or pod.grace_s > _AT_ONCE_S:
-            body = {"gracePeriodSeconds": _AT_ONCE_S, "preconditions": {"uid": pod.uid}}
+            grace_s = 0  # of a node that is gone, nobody else would say that it has ended
+        if pod.grace_s is None or pod.grace_s > grace_s:
+            body = {"gracePeriodSeconds": grace_s, "preconditions": {"uid": pod.uid}}
             with suppress(Missing):
                 place.cluster.delete(f"{place.pods}/{pod.name}", body)
 
@@ -271,7 +273,7 @@ class KubernetesProvider(Provider):
         if pod.uid not in self._told:
             try:
                 log = place.cluster.text(f"{place.pods}/{pod.name}/log", limitBytes="8192", container="node")
-            except (Missing, InvalidRequest):  # the container is being made
+            except (Missing, InvalidRequest, Transient):  # the container is being made; its node is silent
                 return {}
             told = next((line for line in log.splitlines() if line.startswith('{"mgpu"')), "")
             if not told:
