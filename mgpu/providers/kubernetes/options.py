@@ -70,6 +70,9 @@ class KubernetesOptions(ProviderOptions):
     volumes: dict[_Path, _Claim] = Field(
         {}, description="persistent volume claims by the path where pods see them, /data: corpus:ro (default: none)"
     )
+    same_paths: bool = Field(
+        False, description="this machine sees the volumes too, at the same paths: `file://` is for what lies in them"
+    )
     queue: _Name | None = Field(None, description="Kueue's local queue that admits the pods (default: none)")
     queue_hours: float = Field(
         1, gt=0, description="hours that pods may wait for the queue or for room; nothing is counted as cost meanwhile"
@@ -80,16 +83,17 @@ class KubernetesOptions(ProviderOptions):
     def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
         """GPUs are counted by `gpus_per_node` alone."""
         if self.gpu_resource in self.resources:
-            yield (
-                "gpus_per_node",
-                f"says how many of {self.gpu_resource} there are, not `kubernetes.resources`",
-            )
+            yield "gpus_per_node", f"says how many of {self.gpu_resource} there are, not `kubernetes.resources`"
 
     def in_folder(self, folder: Path) -> Self:
         """With the kubeconfig's own path."""
         if not self.kubeconfig:
             return self
         return self.model_copy(update={"kubeconfig": str(folder / Path(self.kubeconfig).expanduser())})
+
+    def shares_files(self) -> bool:
+        """As `same_paths` says of volumes."""
+        return self.same_paths and bool(self.volumes)
 
     def queue_s(self) -> float:
         """As `queue_hours` says."""
