@@ -22,6 +22,7 @@ from fakes import gateway, hosts
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
 from fakes.hosts import Rack
+from fakes.kube.cluster import kube, kube_cluster  # noqa: F401  fixtures, one cluster for the session
 from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 from fakes.slurm import slurm, slurm_cluster  # noqa: F401  fixtures, one cluster for the session

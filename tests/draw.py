@@ -46,6 +46,7 @@ WORTH = 1.5  # lines and branches that a slow test has to pass alone, for each o
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "mgpu/testing", "train/mgpu_train/store"),
+    "tests/contract/test_kube.py": ("tests/fakes/kube", "scripts/setup-kube.sh"),
     "tests/contract/test_hosts.py": ("mgpu/providers/hosts",),
     "tests/e2e/test_hosts.py": ("mgpu/providers/hosts",),
     "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),

@@ -30,6 +30,7 @@ TOGETHER = {
         *("tests/remote/container/", "tests/infra/test_image.py"),
         *("tests/emulated/test_trainer_image.py", "tests/emulated/test_operator_image.py"),
     ),
+    "a Kubernetes": ("tests/contract/test_kube",),
     "torch": (
         *("tests/train/test_saving.py", "tests/train/test_export.py", "tests/train/test_shards.py"),
         "tests/train/test_trainer",

@@ -34,6 +34,11 @@ class ProxyCommand(_Output):
     command: tuple[str, ...] = Field(
         min_length=1, description="argument list; an argument `{python}` stands for the interpreter that mgpu runs in"
     )
+    in_process: bool = Field(
+        False,
+        description="it is `{python} -P -m MODULE ARGUMENT...`, and MODULE.connect(arguments, seconds) makes the same "
+        "connection without a program",
+    )
 
 
 class NodeOutput(_Output):

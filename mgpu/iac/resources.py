@@ -25,6 +25,7 @@ from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
 from mgpu.spec.load import load, loads
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import starts_from_image
 
 FLEET_OUTPUTS = (
     *("generation", "handle", "machines", "offer", "offers_considered", "bought_as", "region"),
@@ -36,7 +37,7 @@ IMAGE_OUTPUTS = ("tag", "digest", "hash", "bytes", "labels")
 """What an Image knows beyond its inputs, and beyond `reference`, which is both."""
 
 _MACHINE = ("host_key", "private_address", "price_usd_per_hour")
-_OF_OTHERS = ("ssh_public_key", "ssh_private_key_file", "image_labels")
+_OF_OTHERS = ("ssh_public_key", "ssh_private_key_file", "image_labels", "image")
 
 
 def run_spec() -> RunSpec:
@@ -272,6 +273,8 @@ class Fleet(_Resource):
         props = {**inputs, "name": name, **dict.fromkeys(FLEET_OUTPUTS)}
         props |= {"ssh_public_key": key.public_key, "ssh_private_key_file": key.private_key_file}
         props["image_labels"] = image.labels if image else None
+        from_image = not isinstance(args.provider, str) or starts_from_image(args.provider)
+        props["image"] = image.reference if image and from_image else None  # for others a new one is no new fleet
         after = ResourceOptions(depends_on=[guard], delete_before_replace=True)
         super().__init__("mgpu:index:Fleet", resource_name, props, ResourceOptions.merge(opts, after))
         self.output = Output.all(

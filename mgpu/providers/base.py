@@ -64,6 +64,9 @@ class FleetRequest(Value):
     ends_by: float = Field(
         default=0, description="UNIX seconds; no node lives longer, however late it starts; 0: nothing says so"
     )
+    image: str = Field(
+        default="", description="repository@sha256:... that nodes are containers of (`Capabilities.starts_from_image`)"
+    )
 
 
 class Intent(Value):
@@ -129,6 +132,11 @@ class ProxyCommand(Value):
 
     command: tuple[str, ...] = Field(
         min_length=1, description="argument list; an argument `{python}` stands for the interpreter that mgpu runs in"
+    )
+    in_process: bool = Field(
+        default=False,
+        description="it is `{python} -P -m MODULE ARGUMENT...`, and MODULE.connect(arguments, seconds) makes the same "
+        "connection without a program",
     )
 
 

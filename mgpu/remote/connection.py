@@ -6,6 +6,7 @@ Nothing of the user's own SSH set-up is looked at: no agent, no keys or configur
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import socket
 import time
@@ -19,7 +20,7 @@ from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteErr
 from mgpu.remote.library import IncompatiblePeer, UnknownKeyType, paramiko
 from mgpu.remote.proxy import ProxyStream
 from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, ProxyCommand, Target
-from mgpu.remote.wire import Wire
+from mgpu.remote.wire import Stream, Wire
 
 FOREIGN = (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError)
 # GCM first: one pass in C a packet, where paramiko's default (CTR with a MAC) takes three
@@ -135,10 +136,22 @@ def _dial(end: Target | Jump, outer: Connection | None, seconds: float) -> Wire:
         )
         return Wire(tunnel, deadline)
     if isinstance(end, Target) and isinstance(end.via, ProxyCommand):
-        return Wire(ProxyStream(end.via.argv, seconds), time.monotonic() + seconds)
+        return Wire(_proxied(end.via, seconds), time.monotonic() + seconds)
     plain = socket.create_connection((end.address, end.port), timeout=seconds)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait for acknowledgements
     return Wire(plain, deadline)
+
+
+def _proxied(via: ProxyCommand, seconds: float) -> Stream:
+    """Raises OSError: no connection; with what is known of the reason."""
+    if not via.in_process:
+        return ProxyStream(via.argv, seconds)
+    module, arguments = via.module
+    try:
+        connect = importlib.import_module(module).connect
+    except (ImportError, AttributeError) as error:
+        raise ConnectionError(f"{module} makes no connections here: {error}") from error
+    return connect(arguments, seconds)
 
 
 def _log_in(wire: Wire, end: Target | Jump, key: paramiko.PKey, timeouts: Timeouts) -> paramiko.Transport:

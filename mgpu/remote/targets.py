@@ -15,6 +15,8 @@ from mgpu.errors import InputError
 
 _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:_-]{0,252}")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MODULE = ("{python}", "-P", "-m")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # the host key algorithms that may prove a pinned key of each type; also the list of accepted types
 ALGORITHMS = {
@@ -87,12 +89,21 @@ class Jump:
 @dataclass(frozen=True)
 class ProxyCommand:
     """A program whose standard input and output are the connection to a node. Raises InputError for arguments that
-    cannot stand on one line of ssh's configuration."""
+    cannot stand on one line of ssh's configuration.
+
+    `in_process`: it is a module of Python's whose `connect` makes the same connection here: lighter, where nodes are
+    many."""
 
     command: tuple[str, ...]
+    in_process: bool = False
 
     def __post_init__(self) -> None:
         check_arguments(self.command)
+        if self.in_process and (self.command[:3] != _MODULE or not _DOTTED.fullmatch("".join(self.command[3:4]))):
+            raise InputError(
+                f"not a module that carries connections: {' '.join(self.command)[:120]!r}",
+                f"With `in_process` a proxy command begins with {' '.join(_MODULE)} and the name of a module.",
+            )
         for argument in filter(_CONTROL.search, self.command):
             raise InputError(f"not an argument of a proxy command: {argument[:80]!r}", "It holds a control character.")
 
@@ -101,12 +112,19 @@ class ProxyCommand:
         """What is started here: `{python}` is this interpreter."""
         return [sys.executable if argument == "{python}" else argument for argument in self.command]
 
+    @property
+    def module(self) -> tuple[str, tuple[str, ...]]:
+        """With `in_process`: the module, and what its `connect` is given."""
+        return self.command[3], self.command[4:]
+
 
 def hop(via: Mapping[str, Any] | None) -> Jump | ProxyCommand | None:
     """How a node is reached, from plain data: the `via` of a provider's node and of the stack output."""
     if via is None:
         return None
-    return ProxyCommand(tuple(via["command"])) if "command" in via else Jump(**via)
+    if "command" in via:
+        return ProxyCommand(tuple(via["command"]), in_process=bool(via.get("in_process", False)))
+    return Jump(**via)
 
 
 @dataclass(frozen=True)

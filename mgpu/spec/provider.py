@@ -35,6 +35,10 @@ class Capabilities(BaseModel):
         default=False, description="nodes run on the operator's own machine: they see its files, and have booted"
     )
     image_repository: bool = Field(default=False, description="has a place for images; see `ImageHost`")
+    starts_from_image: bool = Field(
+        default=False,
+        description="its machines are containers of the run's image: it has to be named, and nothing is pulled on them",
+    )
     idempotent_create: bool = Field(
         default=False, description="one token makes at most one gang, at the provider's own"
     )
@@ -103,6 +107,12 @@ def of_registry(host: str) -> tuple[ProviderEntry, Registries] | None:
     """The provider that has this registry, and what is known of it; None: docker's configuration says who opens it."""
     known = ((each, each.registries) for each in installed().found.values() if each.registries)
     return next(((each, has) for each, has in known if re.fullmatch(has.host, host)), None)
+
+
+def starts_from_image(name: str) -> bool:
+    """Whether this provider's nodes are containers of the run's image; False where there is no such provider."""
+    found = installed().found.get(name)
+    return found is not None and found.capabilities.starts_from_image
 
 
 def on_this_machine(name: str) -> bool | None:

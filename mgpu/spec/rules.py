@@ -21,7 +21,7 @@ from mgpu.spec import command
 from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
-from mgpu.spec.provider import installed
+from mgpu.spec.provider import installed, starts_from_image
 from mgpu.spec.values import no_name
 
 Where = tuple[str | int, ...]
@@ -139,6 +139,9 @@ def _image(spec: RunSpec) -> Iterator[Mistake]:
         message += ", in place of `image.reference`" if image and image.reference else ""
         yield Mistake(("code", "mode"), message, (("image",), ("image", "reference"), ("image", "context")))
     if image is None:
+        if starts_from_image(spec.provider):
+            message = f"needed: machines of {spec.provider} are containers of an image"
+            yield Mistake(("image",), message, (("provider",),))
         return
     if image.builds:
         yield from _build(spec, image)

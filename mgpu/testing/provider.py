@@ -35,6 +35,7 @@ class Harness:
     needs: dict[str, Any] = field(default_factory=dict)  # what it has to be asked for
     world: str = ""  # tells this test's tokens from others', where one world serves many tests
     answers: bool = True  # there is an SSH server at the address of a node
+    image: str = ""  # that its nodes are containers of
 
 
 @pytest.fixture
@@ -69,6 +70,7 @@ def ask(harness: Harness, nodes: int = 2, owner: str = "o-1", generation: int = 
         ssh_public_key=KEY,
         lease_s=300,
         hard_cap_s=600,
+        image=harness.image,
     )
     return request, offer, create_token(owner, f"demo-{owner}{harness.world}", generation, offer, 0)
 

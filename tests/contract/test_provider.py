@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from fakes.aws import FakeAws
 from fakes.hosts import Rack
+from fakes.kube.cluster import IMAGE, Namespace
 from fakes.slurm import Cluster
 
 import mgpu.providers
 from mgpu.errors import InputError
 from mgpu.providers import registry
+from mgpu.providers.kubernetes.findings import roles
 from mgpu.providers.local import bill
 
 pytest.register_assert_rewrite("mgpu.testing.provider")
@@ -90,11 +93,40 @@ def slurm_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
     )
 
 
+def kubernetes_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
+    from mgpu.providers.kubernetes.manifest import INDEX, TOKEN
+    from mgpu.providers.kubernetes.provider import KubernetesProvider
+
+    kube: Namespace = request.getfixturevalue("kube")
+    kube.grant(yaml.safe_dump_all(roles(kube.name)))
+    options = {"kubeconfig": str(kube.kubeconfig), "price_usd_per_hour": "0.05", "notice_s": "2"}
+
+    def pods() -> dict[str, str]:
+        about = [each["metadata"] for each in kube.pods()]
+        return {f"{each['labels'][TOKEN][:10]}-{each['labels'][INDEX]}": each["name"] for each in about}
+
+    def kill(name: str) -> None:
+        process = kube.process(pods()[name])
+        assert process is not None
+        process.send(signal.SIGKILL)
+
+    return Harness(
+        make=lambda: KubernetesProvider(options),
+        kill=kill,
+        billed=lambda: [name for name, pod in pods().items() if kube.process(pod)],
+        needs={"market": "on-demand", "provider_options": options},
+        world=kube.name,
+        answers=False,
+        image=IMAGE,
+    )
+
+
 HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {
     "local": local_harness,
     "aws": aws_harness,
     "hosts": hosts_harness,
     "slurm": slurm_harness,
+    "kubernetes": kubernetes_harness,
 }
 
 
@@ -112,7 +144,7 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 def test_registry_modules_and_this_suite_agree():
     folder = Path(mgpu.providers.__file__).parent
     modules = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-    assert modules - {"__init__", "base", "registry"} == set(registry.names()) == set(HARNESSES)
+    assert modules - {"__init__", "base", "keeper", "registry", "shipped"} == set(registry.names()) == set(HARNESSES)
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -232,7 +232,9 @@ def _declared(cls):
 def test_the_fleet_args_are_the_schemas_inputs():
     inputs = schema.package()["resources"][tokens.FLEET]
     given = {to_camel(field.name): field for field in fields(resources.FleetArgs)}
-    assert given.keys() | {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"} == inputs["inputProperties"].keys()
+    assert (
+        given.keys() | {"sshPublicKey", "sshPrivateKeyFile", "imageLabels", "image"} == inputs["inputProperties"].keys()
+    )
     needed = {name for name, field in given.items() if field.default is not None}
     assert needed | {"sshPublicKey"} == set(inputs["requiredInputs"])
 

@@ -6,6 +6,8 @@ What a changed input does:
     lease, price cap, processes per node  update: recorded; machines that run are left alone
     labels of the image                   the same; an error where those that run cannot run it
     file of the private key               nothing: it says where the key lies, not which one it is
+    image                                 replacement, as all others; only a provider whose machines are containers of
+                                          it is told which one
     all others                            replacement, the old machines first: a running machine cannot take them over
                                           (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
 
@@ -41,7 +43,7 @@ from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
 _UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
 _REPLACES = (
     *("name", "owner", "provider", "gpu", "gpusPerNode", "market", "regions", "maxHours", "diskGib", "options"),
-    "sshPublicKey",
+    *("sshPublicKey", "image"),
 )
 _BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
 
@@ -67,6 +69,7 @@ class FleetHandler:
         Labels of an image that is yet to be built are no difference: the update looks again."""
         if has_unknown(new.get("imageLabels")):
             new = {**new, "imageLabels": old_inputs.get("imageLabels")}
+        old_inputs = {"image": "", **old_inputs}  # fleets of before have none in state
         lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
         return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
 
@@ -263,7 +266,7 @@ def _plan_like(fleet: FleetOutputs, needed: Requirements, offers: tuple[Offer, .
 def _preview(call: Call, inputs: Properties) -> Properties:
     """The inputs, and what is known only after an update; says what would be rented, at which price."""
     unknown = {key for key, value in inputs.items() if has_unknown(value)}
-    if not unknown - {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"}:
+    if not unknown - {"sshPublicKey", "sshPrivateKeyFile", "imageLabels", "image"}:
         wanted = FleetInputs.model_validate(inputs | fleet_check.stand_ins(unknown))
         provider = wanted.rented_from()
         plan = _plan(provider, wanted, provider.offers(wanted.requirements()).offers)

@@ -60,6 +60,10 @@ class FleetInputs(MachineKeys, Properties):
         default={}, description="what the image that nodes run says it fits; machines that cannot run it are not rented"
     )
 
+    image: str = Field(
+        default="", description="digest reference of the image that machines are containers of; empty: they are none"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _own_names(cls, data: Any) -> Any:
@@ -89,6 +93,7 @@ class FleetInputs(MachineKeys, Properties):
             ssh_public_key=self.ssh_public_key,
             lease_s=self.lease_minutes * 60,
             hard_cap_s=hard_cap_s,
+            image=self.image,
         )
 
 

@@ -6,14 +6,12 @@ for it before it asks; a job that finds another one's number in its gang's folde
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
 import math
 import os
 import shutil
-import tarfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,11 +19,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent.machine import procs
-
 from mgpu.errors import Conflict, NoOffer
 from mgpu.plan.model import Obstacle, Offer, Requirements
-from mgpu.providers import base, slurm
+from mgpu.providers import slurm
 from mgpu.providers.base import (
     Finding,
     FleetRequest,
@@ -38,7 +34,7 @@ from mgpu.providers.base import (
     Provider,
     ProxyCommand,
 )
-from mgpu.providers.local import containers
+from mgpu.providers.shipped import packed
 from mgpu.providers.slurm import findings
 from mgpu.providers.slurm.login import ENDED, Login
 from mgpu.providers.slurm.options import ENTRY, SlurmOptions
@@ -304,27 +300,12 @@ def _about(comment: str) -> dict[str, Any] | None:
 
 
 def _files(options: SlurmOptions, asked: Mapping[str, Any]) -> str:
-    """What the gang's folder begins with: a tar archive, in base64."""
-    own, shared = resources.files(slurm), resources.files(base.__package__ or "")
-    modules = {
-        "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(),
-        "mgpu/providers/local/containers.py": Path(containers.__file__).read_text(),
-    }
-    packages = {parent for name in modules for parent in Path(name).parents if parent.name}
+    """What the gang's folder begins with."""
+    own = resources.files(slurm)
     files = {
         "batch.sh": "#!/bin/bash\n" + own.joinpath("batch.sh").read_text(),
         "node.py": own.joinpath("node.py").read_text(),
-        "lease.sh": shared.joinpath("lease.sh").read_text(),
-        "poweroff.sh": shared.joinpath("poweroff.sh").read_text(),
         "prologue.sh": "\n".join((*options.prologue, ":")),
         "asked.json": json.dumps(asked),
-        **modules,
-        **{f"{package}/__init__.py": "" for package in packages},
     }
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(text.encode()), 0o600
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    return base64.encodebytes(packed.getvalue()).decode().strip()
+    return "\n".join(textwrap.wrap(packed(files), 76))

@@ -32,6 +32,7 @@ from mgpu.run.supervision.health import NodeView
 from mgpu.run.supervision.limits import limits
 from mgpu.run.supervision.remote_tail import values
 from mgpu.run.supervision.supervisor import Ended, Supervisor
+from mgpu.spec.provider import starts_from_image
 from mgpu.words import count
 
 ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
@@ -114,11 +115,11 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         image = images.remembered(session.record)
         with session.phase("sending"):
             agent_client.send_library(nodes)
-            if image is None:
+            if image is None or starts_from_image(fleet.provider):
                 claim = agent_client.claim(request.run_id, fleet, session.record.slots)
                 python_setup.equip(nodes, request.spec, session.timeouts, session.emit, claim)
             code_upload.send(session, request, nodes)
-        if image is not None:
+        if image is not None and not starts_from_image(fleet.provider):
             _pull(session, request, fleet, nodes, image)
         session.check()  # nothing trains yet: there is nothing to save, and nobody to ask
         with session.phase("starting"):
@@ -234,7 +235,7 @@ def _keep(session: Session, nodes: NodeSet, minutes: float) -> None:
 
 def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
     """The run is over and its machines stay: they have no container of it any more."""
-    if session.record.image is None:
+    if session.record.image is None or starts_from_image(fleet.provider):
         return
     try:
         container_setup.down(nodes, fleet, session.record.run_id, session.timeouts)

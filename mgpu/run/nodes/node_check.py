@@ -18,6 +18,7 @@ from mgpu.run.job.stack_output import targets
 from mgpu.run.nodes import agent_client, python_setup
 from mgpu.run.nodes.container_setup import docker_cure
 from mgpu.run.record.record import Record
+from mgpu.spec.provider import starts_from_image
 
 _GIB = 2**30
 
@@ -84,8 +85,9 @@ def _docker(name: str, facts: Mapping[str, Any], record: Record) -> Finding:
     subject, version, free = f"{name}: Docker", facts.get("docker"), facts.get("docker_free_bytes")
     if version is None:
         why = facts.get("docker_problem") or "none"
-        if record.image is None:
-            return Finding(subject=subject, status="ok", detail=f"{why}; the run has no image")
+        if record.image is None or starts_from_image(record.provider):
+            needless = "the node is one of its containers" if record.image else "the run has no image"
+            return Finding(subject=subject, status="ok", detail=f"{why}; {needless}")
         return Finding(subject=subject, status="failed", detail=why, cure=docker_cure(record.provider))
     room = f", {free / _GIB:.0f} GiB free in {facts.get('docker_root')}" if free is not None else ""
     return Finding(subject=subject, status="ok", detail=f"version {version}{room}")

@@ -14,8 +14,8 @@ from fakes.aws import metadata, world
 INSIDE = Path(__file__).with_name("inside")
 DISK_MIB = 2048  # a limit, in memory; what is not written costs nothing
 ENGINE_MIB = 4096  # the same, of Docker's data root
-_CHECKOUT = Path(__file__).parents[3]
-_COVERED = ("/root", "/home", "/tmp", "/run", "/var/tmp", "/mnt", "/media")
+CHECKOUT = Path(__file__).parents[3]
+COVERED = ("/root", "/home", "/tmp", "/run", "/var/tmp", "/mnt", "/media")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def blueprint(
     machine: Machine, folder: Path, environment: Mapping[str, str], engine: Mapping[str, str] | None = None
 ) -> str:
     """The configuration of a machine whose things lie in `folder`/<id>, as a line of JSON for inside/init.py."""
-    masked = {*_COVERED, str(Path.home()), str(_CHECKOUT), str(folder.parent)}
+    masked = {*COVERED, str(Path.home()), str(CHECKOUT), str(folder.parent)}
     known = asdict(machine)
     config = {
         **{name: known[name] for name in ("id", "private_address", "public_address")},

@@ -9,6 +9,7 @@ import yaml
 from mgpu_train.config import Job
 
 from mgpu.errors import SpecError
+from mgpu.spec import provider as providers
 from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 from mgpu.spec.schema import keys, schema, table, text, without_titles
@@ -72,7 +73,7 @@ def test_an_editor_refuses_what_the_loader_refuses(change):
 
 
 def test_every_key_has_a_meaning_and_all_but_blocks_a_default():
-    blocks = {"checkpoint", "recovery", "sinks", "timeouts", "local", "aws", "hosts", "slurm", "train.model"}
+    blocks = {"checkpoint", "recovery", "sinks", "timeouts", "train.model", *providers.installed().names}
     blocks |= {f"sinks.{name}" for name in installed().found}
     for key in keys():
         assert key.description, key

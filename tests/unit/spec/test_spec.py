@@ -221,8 +221,8 @@ def test_arguments_and_variables_are_taken_literally(value):
         ("market", "spott", "market", "`spott` is not one of: spot, on-demand, spot-then-on-demand", "spot"),
         ("teardown", "no", "teardown", "`no` is not one of: always, keep", None),
         ("teardown", "Always", "teardown", "`Always` is not one of", "always"),
-        ("provider", "gcp", "provider", "`gcp` is not one of aws, hosts, local", None),
-        ("provider", "lcoal", "provider", "`lcoal` is not one of aws, hosts, local", "local"),
+        ("provider", "gcp", "provider", "`gcp` is not one of aws, hosts, kubernetes", None),
+        ("provider", "lcoal", "provider", "`lcoal` is not one of aws, hosts, kubernetes", "local"),
         ("train", "5", "train", "a block of keys is needed, not `5`", None),
         ("train", "{strategy: fdsp}", "train.strategy", "`fdsp` is not one of", "fsdp"),
         (

@@ -54,6 +54,8 @@ TOOLS = (
     *("dpkg", "umount", "mount", "tr"),
 )
 
+RECIPES = ("scripts/*.sh", "scripts/uv.txt", "tests/fakes/kube/program/*")
+
 # A uv that makes the environment it is asked for, out of a Python that writes down how it was called.
 # Its words are those of the file `says`, where there is one; with `slow` there, it takes long.
 UV = """#!/bin/sh
@@ -89,9 +91,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.checkout, self.bin, self.cache = folder / "checkout", folder / "bin", folder / "cache"
-        scripts = [
-            str(path.relative_to(ROOT)) for pattern in ("*.sh", "uv.txt") for path in ROOT.glob(f"scripts/{pattern}")
-        ]
+        scripts = [str(path.relative_to(ROOT)) for pattern in RECIPES for path in ROOT.glob(pattern)]
         others = ("uv.lock", "pyproject.toml", "train/pyproject.toml", "images/trainer/requirements.lock")
         for name in (*scripts, *others):
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +265,9 @@ NO_NAME = "  cause: dns error\n  cause: failed to lookup address information: Te
 SILENT = "  cause: something else"
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "setup-localstack.sh", "fetch-image-wheels.sh", "setup-go-tools.sh"])
+@pytest.mark.parametrize(
+    "script", ["setup.sh", "setup-localstack.sh", "fetch-image-wheels.sh", "setup-go-tools.sh", "setup-kube.sh"]
+)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -367,15 +369,31 @@ def test_a_set_up_that_is_killed_leaves_nothing_that_counts_and_the_next_one_cle
     assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]
 
 
-def test_a_go_program_counts_only_when_it_was_built_to_its_end(machine):
+@pytest.mark.parametrize(
+    ("script", "name", "folder"), [("setup-go-tools.sh", "s5cmd", "go-tools"), ("setup-kube.sh", "kube", "kube")]
+)
+def test_a_go_program_counts_only_when_it_was_built_to_its_end(machine, script, name, folder):
+    asked = (script, *(["s5cmd"] if name == "s5cmd" else []))
     machine.has_go(1)
-    assert machine.set_up("setup-go-tools.sh", "s5cmd").returncode != 0
-    tools = machine.cache / "mgpu" / "go-tools"
+    assert machine.set_up(*asked).returncode != 0
+    tools = machine.cache / "mgpu" / folder
     assert [path.name for path in tools.iterdir()] == [".lock"]
     machine.has_go(0)
-    done = machine.set_up("setup-go-tools.sh", "s5cmd")
-    assert done.stdout.splitlines() == [str(tools / "s5cmd-v2.3.0")]
-    assert sorted(path.name for path in tools.iterdir()) == [".lock", "s5cmd-v2.3.0"]
+    done = machine.set_up(*asked)
+    (program,) = done.stdout.splitlines()
+    assert program.startswith(str(tools / f"{name}-v"))
+    assert sorted(path.name for path in tools.iterdir()) == [".lock", Path(program).name]
+    machine.has_go(1)
+    assert machine.set_up(*asked).stdout == done.stdout
+
+
+def test_a_kubernetes_of_another_recipe_is_another_program(machine):
+    machine.has_go(0)
+    built = machine.set_up("setup-kube.sh").stdout
+    with (machine.checkout / "tests/fakes/kube/program/streams.go").open("a") as file:
+        file.write("// changed\n")
+    assert not machine.kept("setup-kube.sh")
+    assert machine.set_up("setup-kube.sh").stdout not in ("", built)
 
 
 # ---- the base image

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,27 +97,31 @@ def build(config: dict[str, Any]) -> dict[str, str]:
         Path(name).mkdir()
     mount("overlay", "root", "overlay", data="lowerdir=/,upperdir=upper,workdir=work")
     root = scratch / "root"
-    _mask(root, config["masked"])
+    mask(root, config["masked"])
     for source, target in config["shared"]:
         (root / target.lstrip("/")).mkdir(parents=True, exist_ok=True)
         bind(source, f"{root}{target}", read_only=True)
     (root / "var/log/cloud-init-output.log").touch()
     bind(config["console"], f"{root}/var/log/cloud-init-output.log")
-    _kernel(root)
+    kernel(root)
     environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", **config["environment"]}
     _identity(root, config, environment)
     _programs(root, config["cloud_init"])
     if config["engine"]:
         _engine(root, config)
-    _enter(root)
-    for capability in _DROPPED:
-        if capability == _MKNOD and config["engine"]:
-            continue
-        _LIBC.prctl(_DROP_BOUNDING, capability, 0, 0, 0)
+    enter(root)
+    drop(each for each in _DROPPED if each != _MKNOD or not config["engine"])
     return environment
 
 
-def _mask(root: Path, folders: list[str]) -> None:
+def drop(capabilities: Iterable[int]) -> None:
+    """What this process starts has these capabilities no more, whoever it is."""
+    for each in capabilities:
+        _LIBC.prctl(_DROP_BOUNDING, each, 0, 0, 0)
+
+
+def mask(root: Path, folders: list[str]) -> None:
+    """Covers folders by empty ones, which lie in the folder `masks` of the current one."""
     for number, folder in enumerate(sorted(folders)):
         inside = root / folder.lstrip("/")
         if not inside.is_dir() or inside.is_symlink():
@@ -127,7 +132,8 @@ def _mask(root: Path, folders: list[str]) -> None:
         bind(str(cover), str(inside))
 
 
-def _kernel(root: Path) -> None:
+def kernel(root: Path, shm: str = "50%") -> None:
+    """Mounts /proc, /sys and /dev, with shared memory of this size, as a machine of its own sees them."""
     mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV)
     bind(f"{root}/proc/sys", f"{root}/proc/sys", read_only=True)
     if (root / SYSRQ.lstrip("/")).exists():  # the real one would switch the host off; init reads this one
@@ -140,7 +146,7 @@ def _kernel(root: Path) -> None:
         bind(f"/dev/{name}", f"{root}/dev/{name}")
     for name, kind, data in (
         ("pts", "devpts", "newinstance,gid=5,mode=620,ptmxmode=666"),
-        ("shm", "tmpfs", "size=50%"),
+        ("shm", "tmpfs", f"size={shm}"),
     ):
         (root / "dev" / name).mkdir()
         mount(name, f"{root}/dev/{name}", kind, _NOSUID, data)
@@ -216,7 +222,8 @@ def _engine(root: Path, config: dict[str, Any]) -> None:
     mount("docker", f"{root}/var/lib/docker", "tmpfs", _NODEV, f"size={config['engine_mib']}m,mode=711")
 
 
-def _enter(root: Path) -> None:
+def enter(root: Path) -> None:
+    """Makes it the root of all that this process sees."""
     os.chdir(root)
     (root / "mnt/host").mkdir(parents=True, exist_ok=True)
     subprocess.run(["pivot_root", ".", "mnt/host"], check=True, timeout=20)

@@ -1,0 +1,174 @@
+"""What the API says of one gang: the Job, its pods, and what follows from it. Nothing is asked here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from mgpu.providers.base import NodePhase
+from mgpu.providers.kubernetes import manifest
+from mgpu.providers.kubernetes.cluster import Json
+
+Seen = tuple[NodePhase, str, str]  # a node's phase, why it is not running, and what would let it start
+_OVER = ("Failed", "FailureTarget", "Complete")  # conditions of a Job
+_SLACK_S = 30.0  # after a pod's time of grace, for its node's word
+# why a container that waits will wait for ever; all else may come by itself
+_NEVER = {
+    "ErrImagePull": "Push the image, or name the secret that pulls it: `kubernetes.image_pull_secret`.",
+    "ImagePullBackOff": "Push the image, or name the secret that pulls it: `kubernetes.image_pull_secret`.",
+    "InvalidImageName": "Name the image as repository@sha256:...",
+    "CreateContainerConfigError": "Mend what the message names, in `kubernetes:` of the run file.",
+}
+
+
+def stamp(text: str) -> float:
+    """UNIX seconds of a time as Kubernetes writes it."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+class Pod:
+    """One pod, as the API has it."""
+
+    def __init__(self, seen: Json) -> None:
+        about, self._spec, self._status = seen["metadata"], seen["spec"], seen.get("status", {})
+        self.name, self.uid, self.made_at = about["name"], about["uid"], stamp(about["creationTimestamp"])
+        self.rank = int(about.get("labels", {}).get(manifest.INDEX) or about["annotations"][manifest.INDEX])
+        self.version: str = about["resourceVersion"]
+        self.finalizers: list[str] = about.get("finalizers", [])
+        self.node: str = self._spec.get("nodeName", "")
+        self.address: str = self._status.get("podIP", "")
+        self.grace_s: float | None = about.get("deletionGracePeriodSeconds")
+        self.ends_at = stamp(about["deletionTimestamp"]) if "deletionTimestamp" in about else None
+        self._containers: list[Json] = self._status.get("containerStatuses", [])
+
+    @property
+    def going(self) -> bool:
+        """Whether its deletion was asked for."""
+        return self.ends_at is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether somebody has said that it is over: its node, or a controller that has given its node up."""
+        return self._status.get("phase") in ("Failed", "Succeeded")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs, by the word of its node, or because it has never had one."""
+        if not self.node:
+            return self.going or self.failed
+        return self.failed and not any("running" in each.get("state", {}) for each in self._containers)
+
+    @property
+    def hard_cap_at(self) -> float:
+        """UNIX seconds; 0: it has not started."""
+        began = self._status.get("startTime")
+        return stamp(began) + self._spec["activeDeadlineSeconds"] if began else 0.0
+
+    @property
+    def latest_end(self) -> float:
+        """UNIX seconds: by its own clock and its node's it is gone then, whatever the API says."""
+        began = self.hard_cap_at or (float("inf") if self.node else 0.0)
+        return began + self._spec.get("terminationGracePeriodSeconds", 30) + _SLACK_S if began else float("inf")
+
+    def phase(self, ended: bool, given_back: bool, now: float) -> Seen:
+        """`ended`: nothing of it runs any more; `given_back`: by us; `now`: UNIX seconds."""
+        if ended:
+            return NodePhase.TERMINATED, self._why() or "its pod was deleted", ""
+        if self.ends_at is not None:
+            if now > self.ends_at + _SLACK_S:
+                until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.latest_end))
+                silent = f"node {self.node} has not said that it ended: its processes may live on, until {until}"
+                return NodePhase.ENDING, silent, ""
+            if given_back or now > self.ends_at:
+                return NodePhase.STOPPING, self._why() or "its pod is being deleted", ""
+        if self.failed:  # by a controller's word; its node has said nothing of it
+            return NodePhase.ENDING, self._why() or f"node {self.node} was given up: its processes may live on", ""
+        if any("running" in each.get("state", {}) for each in self._containers):
+            return NodePhase.RUNNING, self._why() if self.ends_at is not None else "", ""
+        return NodePhase.PENDING, *self._waits()
+
+    def _why(self) -> str:
+        """Why it ends, as it was said: by whom it was evicted, what its container left, its own status."""
+        conditions = {each["type"]: each for each in self._status.get("conditions", []) if each["status"] == "True"}
+        disrupted = conditions.get("DisruptionTarget", {})
+        said = [" ".join(filter(None, (disrupted.get("reason"), disrupted.get("message"))))]
+        said.append(": ".join(filter(None, (self._status.get("reason"), self._status.get("message")))))
+        for each in self._containers:
+            done = each.get("state", {}).get("terminated", {})
+            last = (done.get("message") or "").strip().splitlines()[-1:]
+            code = f"its container ended with exit code {done['exitCode']}" if "exitCode" in done else ""
+            said.append(": ".join(filter(None, (code, *last))))
+        return "; ".join(filter(None, said))
+
+    def _waits(self) -> tuple[str, str]:
+        """Why it does not start yet, and the cure where it never will."""
+        for each in self._containers:
+            waiting = each.get("state", {}).get("waiting", {})
+            if waiting.get("reason"):
+                reason = ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
+                return f"Kubernetes: {reason}", _NEVER.get(waiting["reason"], "")
+        for each in self._status.get("conditions", []):
+            if each["type"] == "PodScheduled" and each["status"] == "False":
+                return f"Kubernetes: {each.get('reason', '')}: {each.get('message', '')}", ""
+        return "Kubernetes: its pod has not begun", ""
+
+
+@dataclass(frozen=True)
+class Gang:
+    """A Job and the pods that it has made. `job` is None where the API has none of this name."""
+
+    job: Json | None
+    pods: tuple[Pod, ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether it makes no pod any more."""
+        return self.job is None or self.given_up or any(map(self._condition, (*_OVER, "SuccessCriteriaMet")))
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is an empty Job, in the place of one that has not begun."""
+        return self.job is not None and self.job["spec"].get("completions") == 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether it may have made pods: Kueue, or nobody, holds it back."""
+        spec, status = (self.job["spec"], self.job.get("status", {})) if self.job else ({}, {})
+        return bool(self.pods) or not spec.get("suspend") or bool(status.get("active"))
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Seconds from its start to its end."""
+        return self.job["spec"].get("activeDeadlineSeconds") if self.job else None
+
+    @property
+    def given_back(self) -> bool:
+        """Whether its end was asked for by mgpu."""
+        return self.job is None or self.deadline_s == 1 or "deletionTimestamp" in self.job["metadata"]
+
+    def of(self, rank: int) -> Pod | None:
+        """The pod of this rank: the first that there was. One that comes after it is another machine."""
+        return min((pod for pod in self.pods if pod.rank == rank), key=lambda pod: pod.made_at, default=None)
+
+    def without(self, events: Callable[[], str]) -> Seen:
+        """What is to be said of a rank that has no pod."""
+        if self.job is None:
+            return NodePhase.TERMINATED, "the cluster has no Job of this name any more", ""
+        if self.given_up:
+            return NodePhase.TERMINATED, "it was given back before it began", ""
+        for kind in _OVER:
+            if said := self._condition(kind):
+                why = ": ".join(filter(None, (said.get("reason"), said.get("message"))))
+                return NodePhase.TERMINATED, why or "its Job has ended", ""
+        if "deletionTimestamp" in self.job["metadata"]:
+            return NodePhase.TERMINATED, "its Job was deleted", ""
+        queue = self.job["metadata"]["labels"].get(manifest.QUEUE)
+        if self.job["spec"].get("suspend"):
+            return NodePhase.PENDING, f"Kueue: waits in queue {queue}" if queue else "its Job is suspended", ""
+        return NodePhase.PENDING, events() or "Kubernetes: its pod has not been made yet", ""
+
+    def _condition(self, kind: str) -> Json | None:
+        found = self.job.get("status", {}).get("conditions", []) if self.job else []
+        return next((each for each in found if each["type"] == kind and each["status"] == "True"), None)

@@ -1,0 +1,305 @@
+"""The provider contract over Kubernetes: a gang is one Indexed Job, whose name is the token. Nothing is remembered but
+in the cluster.
+
+A pod that is deleted stays, by a finalizer, until its end was seen (`gang.Pod.ended`); whoever gives the gang back
+takes the finalizer away. The Job is not deleted but ends by its deadline, and stays for an hour, so that its name makes
+no second gang; one that has not begun gives way to an empty Job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mgpu.errors import Conflict, InvalidRequest, NoOffer, Transient
+from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.base import (
+    Finding,
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    NodeState,
+    Offers,
+    Provider,
+    ProxyCommand,
+)
+from mgpu.providers.kubernetes import manifest, offered
+from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Json, Missing, in_cluster
+from mgpu.providers.kubernetes.gang import Gang, Pod, stamp
+from mgpu.providers.kubernetes.options import ENTRY, KubernetesOptions
+
+_FORWARD = "mgpu.providers.kubernetes.forward"
+_AT_ONCE_S = 1  # of grace: what is given back has nothing to save
+
+
+class KubernetesProvider(Provider):
+    """Asks a cluster for pods, waits in its queue, and gives them back."""
+
+    name = KubernetesOptions.block
+    capabilities = ENTRY.capabilities
+
+    def __init__(
+        self,
+        options: Mapping[str, str] | None = None,
+        *,
+        cluster: Callable[[Access], Cluster] = Cluster,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`cluster` and `clock` (UNIX seconds) are for tests."""
+        self._options = KubernetesOptions.of(options or {})
+        self._cluster, self._clock = cluster, clock
+        self._told: dict[str, Json] = {}  # by a pod's uid: how it is reached, which never changes
+
+    def check(self) -> None:
+        """The API answers, and shows this user's pods. Raises what is missing."""
+        self._require()
+        place = self._place()
+        place.cluster.get(place.pods, limit="1")
+
+    def configured(self) -> bool:
+        """kubectl is there, and has somewhere to go."""
+        named = self._options.kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
+        there = any(Path(each).expanduser().exists() for each in named.split(os.pathsep) if each)
+        return shutil.which("kubectl") is not None and (there or in_cluster())
+
+    def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
+        """What this user may do in the namespace, its quotas and queue, and the request itself, without making it."""
+        from mgpu.providers.kubernetes import findings
+
+        wanted = self._of(requirements) if requirements else self._options
+        try:
+            self._require()
+        except NoOffer as error:
+            return (Finding.of(self.name, error),)
+        return findings.look(self._place, wanted, requirements, self.offers)
+
+    def queue_s(self) -> float:
+        """As `kubernetes.queue_hours` allows."""
+        return self._options.queue_s()
+
+    def offers(self, requirements: Requirements) -> Offers:
+        """The nodes by their GPUs; where this user may not see nodes, what is asked for, as it stands."""
+        self._require()
+        return offered.offers(self._place(), self._of(requirements), requirements, self._clock())
+
+    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
+        """Makes one Job, or finds the one that this token has made; its pods wait for room, and `describe` says so.
+
+        Raises:
+            Conflict: the token was used with other parameters, or given up.
+            AmbiguousCreate: the answer was lost; `find` knows.
+            QuotaExceeded, PermissionDenied, InvalidRequest: the API server refused.
+        """
+        place = self._place(offer.region)
+        if not request.image:
+            raise InvalidRequest("kubernetes: no image is named", "Pods are containers of one.", "Name it: `image:`.")
+        wanted = manifest.job(request, offer, token, self._of(request.requirements))
+        try:
+            made = place.cluster.post(place.jobs, wanted, makes=True)
+        except Exists:
+            made = place.job(token)
+            said = made["metadata"]["annotations"].get(manifest.DIGEST) if made else None
+            if made is None or said != manifest.digest(request, offer):
+                what = f"kubernetes: token {token} was used with other parameters, or given up"
+                raise Conflict(what, scope="offer") from None
+        return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
+
+    def find(self, intent: Intent) -> Handle | None:
+        """The gang whose Job has this token as its name."""
+        place = self._place(intent.offer.region)
+        made = place.job(intent.token)
+        if made is None or manifest.DIGEST not in made["metadata"]["annotations"]:
+            return None
+        return self._handle(place, intent.token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
+
+    def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
+        """The same; and where there is none, none comes: an empty Job has the name from now on."""
+        place = self._place(intent.offer.region)
+        about = manifest.about(request, intent.token)
+        try:
+            place.cluster.post(place.jobs, manifest.stone(intent.token, about["labels"], about["annotations"]))
+        except Exists:
+            return self.find(intent)
+        return None
+
+    def describe(self, handle: Handle) -> FleetState:
+        """The Job and its pods as the API has them. A pod is gone when its container is said to have ended, or its node
+        is no more; one that was deleted by force, or whose node is silent, may go on working."""
+        place = self._place(handle.region)
+        gang = self._gang(place, handle.token)
+        return FleetState(nodes=tuple(self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)))
+
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        """All gangs of this owner in the namespace that have not ended. Pods of those that have are let go of."""
+        place, selector = self._place(), f"{manifest.OWNER}={manifest.labelled(owner)}"
+        jobs = {_token(job): job for job in place.all(place.jobs, selector)}
+        pods = place.all(place.pods, selector)
+        found = list[Handle]()
+        for token, one in sorted({**{_token(pod): pod for pod in pods}, **jobs}.items()):
+            gang = Gang(jobs.get(token), tuple(Pod(pod) for pod in pods if _token(pod) == token))
+            if gang.over and all(pod.ended for pod in gang.pods):
+                for pod in gang.pods:
+                    with suppress(Exists):
+                        self._let_go(place, pod)
+            else:
+                found.append(self._handle(place, token, _about(one)))
+        return tuple(found)
+
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        """Ends the Job and its pods: a gang ends as one. True when each pod's end has been seen."""
+        if nodes is not None and not any(nodes):
+            return True
+        place = self._place(handle.region)
+        gang = self._gang(place, handle.token)
+        try:
+            if not gang.over:
+                self._end_job(place, handle.token, gang)
+            for pod in gang.pods:
+                self._end_pod(place, pod)
+        except Exists:  # it was changed meanwhile
+            return False
+        left = self._gang(place, handle.token)
+        return left.over and not left.pods
+
+    def _end_job(self, place: offered.Place, token: str, gang: Gang) -> None:
+        about = gang.job["metadata"] if gang.job else {}
+        path = f"{place.jobs}/{manifest.name(token)}"
+        if not gang.begun:
+            same = {"uid": about["uid"], "resourceVersion": about["resourceVersion"]}
+            place.cluster.delete(path, {"propagationPolicy": "Background", "preconditions": same})
+            place.cluster.post(place.jobs, manifest.stone(token, about["labels"], about["annotations"]))
+        elif gang.deadline_s != _AT_ONCE_S:
+            place.cluster.patch(path, {"spec": {"activeDeadlineSeconds": _AT_ONCE_S}})
+
+    def _end_pod(self, place: offered.Place, pod: Pod) -> None:
+        grace_s = _AT_ONCE_S
+        if self._ended(place, pod):
+            self._let_go(place, pod)
+            grace_s = 0  # of a node that is gone, nobody else would say that it has ended
+        if pod.grace_s is None or pod.grace_s > grace_s:
+            body = {"gracePeriodSeconds": grace_s, "preconditions": {"uid": pod.uid}}
+            with suppress(Missing):
+                place.cluster.delete(f"{place.pods}/{pod.name}", body)
+
+    def _let_go(self, place: offered.Place, pod: Pod) -> None:
+        """Takes the finalizer away: the API may forget the pod. Raises Exists: it was changed meanwhile."""
+        others = [each for each in pod.finalizers if each != manifest.ENDED]
+        if others != pod.finalizers:
+            meta = {"resourceVersion": pod.version, "finalizers": others}
+            with suppress(Missing):
+                place.cluster.patch(f"{place.pods}/{pod.name}", {"metadata": meta})
+
+    def _ended(self, place: offered.Place, pod: Pod) -> bool:
+        """Whether nothing of the pod runs any more, by its node's word, or because its node is gone or its own clock
+        has run out."""
+        if pod.ended or self._clock() > pod.latest_end:
+            return True
+        return (pod.going or pod.failed) and place.node(pod.node) is None
+
+    def _require(self) -> None:
+        if not self.configured():
+            why = "kubectl is not on PATH, or has no kubeconfig"
+            raise NoOffer("no Kubernetes is known here", why, "Install kubectl, and log in to your cluster.")
+
+    def _place(self, region: str = "") -> offered.Place:
+        """Where pods are asked for. `region`: of an offer or a handle, which keeps its cluster whatever kubectl's
+        current context is by now."""
+        context, _, namespace = region.rpartition("/")
+        options = self._options
+        access = Access(options.kubeconfig or "", options.context or (context if context != offered.HERE else ""))
+        if not namespace:
+            context, namespace = offered.names(access)
+            access = Access(access.kubeconfig, context)
+            namespace = options.namespace or namespace
+        return offered.Place(self._cluster(access), context or offered.HERE, namespace)
+
+    def _of(self, requirements: Requirements) -> KubernetesOptions:
+        return KubernetesOptions.of({**self._options.flat(), **requirements.provider_options})
+
+    def _gang(self, place: offered.Place, token: str) -> Gang:
+        pods = place.all(place.pods, f"{manifest.TOKEN}={token}")
+        return Gang(place.job(token), tuple(map(Pod, pods)))
+
+    def _handle(self, place: offered.Place, token: str, about: Mapping[str, Any], made_at: float = 0.0) -> Handle:
+        return Handle(
+            provider=self.name,
+            region=place.region,
+            fleet=about["fleet"],
+            generation=about["generation"],
+            token=token,
+            ids=tuple(f"{token[:10]}-{rank}" for rank in range(about["nodes"])),
+            made_at=made_at,
+        )
+
+    def _node(self, place: offered.Place, gang: Gang, rank: int, name: str) -> NodeState:
+        if not name:
+            return NodeState(rank=rank, id="", phase=NodePhase.TERMINATED, reason="no machine was made for this rank")
+        pod = gang.of(rank)
+        if pod is None:
+            phase, reason, cure = gang.without(lambda: place.events(gang.job))
+            return NodeState(
+                rank=rank, id=name, phase=phase, queued=phase is NodePhase.PENDING, reason=reason, cure=cure
+            )
+        ended = pod.ended or ((pod.going or pod.failed) and self._ended(place, pod))
+        phase, reason, cure = pod.phase(ended, gang.given_back, self._clock())
+        told = self._reached(place, pod) if phase is NodePhase.RUNNING else {}
+        return NodeState(
+            rank=rank,
+            id=name,
+            phase=phase,
+            queued=phase is NodePhase.PENDING and not pod.node,
+            address=pod.address or "127.0.0.1",
+            port=told.get("port", 22),
+            user=told.get("user", ""),
+            host_key=told.get("host_key", ""),
+            via=self._via(place, pod, told["port"]) if told else None,
+            private_address=pod.address,
+            price_usd_per_hour=self._options.price_usd_per_hour,
+            hard_cap_at=pod.hard_cap_at,
+            reason=reason,
+            cure=cure,
+        )
+
+    def _reached(self, place: offered.Place, pod: Pod) -> Json:
+        """How the pod's SSH server is reached, as its log says; empty: it has not said so yet."""
+        if pod.uid not in self._told:
+            try:
+                log = place.cluster.text(f"{place.pods}/{pod.name}/log", limitBytes="8192", container="node")
+            except (Missing, InvalidRequest, Transient):  # the container is being made; its node is silent
+                return {}
+            told = next((line for line in log.splitlines() if line.startswith('{"mgpu"')), "")
+            if not told:
+                return {}
+            self._told[pod.uid] = json.loads(told)["mgpu"]
+        return self._told[pod.uid]
+
+    def _via(self, place: offered.Place, pod: Pod, port: int) -> ProxyCommand:
+        access = place.cluster.access
+        words = (
+            "{python}",
+            "-P",
+            "-m",
+            _FORWARD,
+            place.namespace,
+            pod.name,
+            str(port),
+            access.kubeconfig,
+            access.context,
+        )
+        return ProxyCommand(command=words, in_process=True)
+
+
+def _token(seen: Json) -> str:
+    return seen["metadata"]["labels"][manifest.TOKEN]
+
+
+def _about(seen: Json) -> Json:
+    return json.loads(seen["metadata"]["annotations"][manifest.ABOUT])
