@@ -149,6 +149,57 @@ def test_a_kubelet_that_restarts_takes_over_its_pods_and_one_without_power_loses
     assert end(kube, "held")["exitCode"] == 137
 
 
+def test_a_container_has_its_volumes_its_user_and_no_more_rights_than_were_given(kube: Namespace, tmp_path: Path):
+    core = "/api/v1"
+    kube.api.post(kube.path("configmaps"), {"metadata": {"name": "words"}, "data": {"a": "from a map"}})
+    kube.api.post(kube.path("secrets"), {"metadata": {"name": "keys"}, "stringData": {"b": "from a secret"}})
+    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": ""}
+    volume = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "hostPath": {"path": str(tmp_path)}}
+    volume |= {"claimRef": {"namespace": kube.name, "name": "disk"}, "persistentVolumeReclaimPolicy": "Retain"}
+    kube.api.post(f"{core}/persistentvolumes", {"metadata": {"name": f"disk-{kube.name}"}, "spec": volume})
+    kube.api.post(
+        kube.path("persistentvolumeclaims"),
+        {"metadata": {"name": "disk"}, "spec": {**claim, "volumeName": f"disk-{kube.name}"}},
+    )
+    tmp_path.chmod(0o777)
+    script = """
+        echo "$(id -u):$(id -g):$(id -G) $HOME $POD $NVIDIA_VISIBLE_DEVICES $KEY"
+        grep -E 'CapEff|NoNewPrivs' /proc/self/status; cat /words/a; echo; cat /keys/b; echo
+        df -m /dev/shm | awk 'NR == 2 { print $2 }'
+        cd /var/run/secrets/kubernetes.io/serviceaccount && test -s token && cat namespace && echo
+        echo written >/disk/file; echo lost >/scratch/file && echo kept >/dev/termination-log; touch /words/c
+    """
+    about = manifested("all", "sh", "-c", script)
+    (container,) = about["spec"]["containers"]
+    container["resources"] = {"limits": {"nvidia.com/gpu": "2"}}
+    container["env"] = [
+        {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "b"}}},
+    ]
+    container["securityContext"] = {"capabilities": {"drop": ["ALL"]}, "allowPrivilegeEscalation": False}
+    places = {"words": "/words", "keys": "/keys", "disk": "/disk", "scratch": "/scratch", "memory": "/dev/shm"}
+    container["volumeMounts"] = [{"name": name, "mountPath": path} for name, path in places.items()]
+    about["spec"]["securityContext"] = {"runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 7}
+    about["spec"]["volumes"] = [
+        {"name": "words", "configMap": {"name": "words"}},
+        {"name": "keys", "secret": {"secretName": "keys", "defaultMode": 0o400}},
+        {"name": "disk", "persistentVolumeClaim": {"claimName": "disk"}},
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "3Mi"}},
+    ]
+    kube.api.post(kube.path("pods"), about)
+    ended = end(kube, "all")
+    assert kube.log("all").splitlines() == [
+        "10001:10001:10001 7 / all GPU-0,GPU-1 from a secret",
+        "CapEff:\t0000000000000000",
+        "NoNewPrivs:\t1",
+        *("from a map", "from a secret", "3", kube.name),
+        "touch: cannot touch '/words/c': Read-only file system",
+    ]
+    assert (ended["exitCode"], ended["message"]) == (1, "kept\n")
+    assert (tmp_path / "file").read_text() == "written\n"
+
+
 def test_what_a_container_ends_with_reaches_an_api_server_that_was_away(kube: Namespace):
     pod(kube, "quick", "sh", "-c", "echo up; while [ ! -e /tmp/go ]; do sleep 0.1; done; exit 5")
     process = kube.process("quick")
