@@ -119,17 +119,21 @@ def test_a_deadline_ends_a_pod_whose_last_words_are_kept(kube: Namespace):
 
 def test_a_node_whose_kubelet_is_dead_runs_on_whatever_the_api_says(kube: Namespace):
     cluster = kube.cluster
-    pod(kube, "held", "sh", "-c", CAREFUL, nodeName="n2")
+    for name in ("held", "failed"):
+        pod(kube, name, "sh", "-c", CAREFUL, nodeName="n2")
     cluster.kill_kubelet("n2")
     until(lambda: not cluster.ready("n2"))
     assert phase(kube, "held") == "Running"
     kube.force_delete("held")
     assert gone(kube, "held")
-    process = kube.process("held")
-    assert process, "nobody has told it"
+    kube.api.patch(kube.path("pods", "failed/status"), {"status": {"phase": "Failed"}})  # as where its node is no more
+    held, failed = kube.process("held"), kube.process("failed")
+    assert held, "nobody has told it"
+    assert failed
     cluster.start_kubelet("n2")
-    until(lambda: not process.alive, why=lambda: cluster.log("kubelet-n2"))
+    until(lambda: not held.alive and not failed.alive, why=lambda: cluster.log("kubelet-n2"))
     assert kube.log("held").endswith("asked\n"), "what the API has forgotten the kubelet ends, when it is back"
+    assert end(kube, "failed")["exitCode"] == 3
     until(lambda: cluster.ready("n2"))
 
 
