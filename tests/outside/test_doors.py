@@ -92,7 +92,15 @@ def files(beside, cloud) -> None:
 
 def test_their_keys_are_keys_of_the_run_file(beside):
     schema = json.loads(beside.mgpu("spec", "--json"))
-    assert schema["properties"]["provider"]["anyOf"][0]["enum"] == ["any", "aws", "hosts", "kubernetes", "local", "slurm", "yard"]
+    assert schema["properties"]["provider"]["anyOf"][0]["enum"] == [
+        "any",
+        "aws",
+        "hosts",
+        "kubernetes",
+        "local",
+        "slurm",
+        "yard",
+    ]
     assert schema["properties"]["launcher"]["enum"] == [
         *("accelerate", "bash", "deepspeed", "envrun", "jax", "mpi", "python", "tensorflow", "torchrun")
     ]
