@@ -54,13 +54,16 @@ class Mistake(NamedTuple):
 
 
 def mistakes(spec: RunSpec) -> Iterator[Mistake]:
-    """Yields every mistake of every rule; with several providers what one of them would make a mistake is one."""
+    """Yields every mistake of every rule; with several providers what one of them would make a mistake is one. Of `any`
+    those are left out for which the run file has mistakes, if there are others."""
     yield from (of_all := [*_providers(spec)])
+    found = [[mistake for rule in RULES for mistake in rule(spec.of(name))] for name in spec.candidates]
+    if ANY in spec.providers:
+        found = [min(found, key=len)]
     told = {mistake.at for mistake in of_all}
-    for provider in spec.candidates:
-        found = [mistake for rule in RULES for mistake in rule(spec.of(provider)) if mistake.at not in told]
-        told |= {mistake.at for mistake in found}
-        yield from found
+    for each in found:
+        yield from (mistake for mistake in each if mistake.at not in told)
+        told |= {mistake.at for mistake in each}
 
 
 def _one_program(spec: RunSpec) -> Iterator[Mistake]:

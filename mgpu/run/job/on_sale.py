@@ -8,19 +8,21 @@ from mgpu.plan.model import Plan
 from mgpu.providers import registry
 from mgpu.providers.base import other_usd_per_hour
 from mgpu.spec.model import ANY, RunSpec
+from mgpu.spec.rules import mistakes
 
 
 def sellers(spec: RunSpec) -> tuple[str, ...]:
-    """The providers that a run file names; of `any` those that are set up here.
+    """The providers that a run file names; of `any` those that are set up here, and that it has no mistakes for.
 
     Raises:
         InputError: none is.
     """
     if ANY not in spec.providers:
         return spec.candidates
-    found = tuple(name for name in spec.candidates if spec.of(name).options or registry.get(name).configured())
+    fit = [name for name in spec.candidates if not any(mistakes(spec.of(name)))]
+    found = tuple(name for name in fit if spec.of(name).options or registry.get(name).configured())
     if not found:
-        what = f"provider: {ANY}: none of {', '.join(spec.candidates)} is set up here"
+        what = f"provider: {ANY}: none of {', '.join(fit)} is set up here"
         raise InputError(what, "", "`mgpu check PROVIDER` says what each needs.")
     return found
 

@@ -167,3 +167,11 @@ def test_a_supervisor_that_takes_over_keeps_the_fleet_that_was_made(project, clo
     assert outcome is not None
     assert outcome.record.state is State.SUCCEEDED, outcome.error
     assert ups(world) == ["slurm"]
+
+
+def test_any_is_whoever_is_set_up_and_whom_the_run_file_suits(project, clouds):
+    """Kubernetes needs an image, which this run file does not name."""
+    clouds["slurm"].is_configured = False
+    spec = project.spec().model_copy(update={"providers": ("any",)})
+    assert "kubernetes" in spec.candidates
+    assert set(on_sale.sellers(spec)) == {"aws", "hosts"}, "the fake is any of them but slurm"
