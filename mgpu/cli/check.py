@@ -30,6 +30,7 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
     Rents and changes nothing. Exit code 3 where something is missing that a run cannot do without.
     """
     from mgpu.providers import registry
+    from mgpu.spec.provider import entry
 
     console = Console(as_json=as_json)
     if on_node is not None:
@@ -37,9 +38,10 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
             raise InputError("--on-node goes with nothing else", "The run says whose machines they are.")
         return _on_node(console, on_node)
     found: list[Finding] = []
-    for name, needed in _needed(provider, run_file).items():
+    sellers = _needed(provider, run_file)
+    for name, needed in sellers.items():
         options = dict(needed.provider_options) if needed else {}
-        if profile:
+        if profile and (len(sellers) == 1 or "profile" in entry(name).options.model_fields):
             options = agreement.with_profile(name, options, profile, "Leave it out.")
             needed = needed.model_copy(update={"provider_options": options}) if needed else None
         with console.waiting(f"asking {name}"):

@@ -24,7 +24,7 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
 from mgpu.spec.load import load, loads
-from mgpu.spec.model import RunSpec
+from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.provider import starts_from_image
 
 FLEET_OUTPUTS = (
@@ -54,7 +54,9 @@ def run_spec() -> RunSpec:
         raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
-    chosen = config.get("provider") or spec.provider
+    chosen = config.get("provider") or (spec.provider if ANY not in spec.providers else "")
+    if not chosen:
+        raise pulumi.RunError(f"{path}: provider: {ANY}: say which: `pulumi config set mgpu:provider NAME`")
     if chosen not in spec.candidates:
         raise pulumi.RunError(f"mgpu:provider is {chosen}, which {path} does not name: {', '.join(spec.candidates)}")
     return spec.of(chosen)
@@ -220,6 +222,7 @@ class FleetGuard(_Resource):
     owner: Output[str]
     provider: Output[str]
     options: Output[dict[str, str]]
+    earlier: Output[list[Any]]
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class FleetGuard(_Resource):
         options: Input[Mapping[str, str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        props = {"provider": provider, "fleet": fleet, "owner": owner, "options": options}
+        props = {"provider": provider, "fleet": fleet, "owner": owner, "options": options, "earlier": None}
         super().__init__("mgpu:index:FleetGuard", resource_name, props, opts)
 
 

@@ -37,10 +37,10 @@ class Rank(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A provider that is asked; `before`: only for offers that rank before this, because another one's follow then."""
+    """A provider that is asked; `up_to`: only for offers that rank up to this, because another one's follow then."""
 
     provider: str
-    before: Rank | None = None
+    up_to: Rank | None = None
 
 
 def requirements(spec: RunSpec) -> Requirements:
@@ -95,10 +95,12 @@ def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = (
 
 
 def merged(plans: Sequence[Plan], notes: Iterable[str] = ()) -> Plan:
-    """One plan of those of several providers for the same run; its requirements are those of the best offer."""
+    """One plan of those of several providers for the same run; its requirements are those of the best offer. Of equals
+    the first provider's come first."""
+    order = {plan.requirements.provider: place for place, plan in enumerate(plans)}
     ranked = sorted(
         ((offer, plan.requirements) for plan in plans for offer in plan.offers),
-        key=lambda pair: _rank(pair[1], pair[0]),
+        key=lambda pair: (rank(pair[1], pair[0]), order[pair[0].provider], _rank(pair[1], pair[0])),
     )
     told = (f"{plan.requirements.provider}: {note}" for plan in plans for note in plan.notes)
     return Plan(
@@ -130,13 +132,13 @@ def rank(needed: Requirements, offer: Offer) -> Rank:
     return Rank(offer.market != "spot", preference, weighed)
 
 
-def before(plan: Plan, limit: Rank) -> Plan:
-    """The plan with those offers alone that come before `limit`, where another provider's follow.
+def up_to(plan: Plan, limit: Rank) -> Plan:
+    """The plan with those offers alone that rank up to `limit`, where another provider's follow.
 
     Raises:
         NoOffer: none does any more; prices have changed.
     """
-    offers = tuple(offer for offer in plan.offers if rank(plan.requirements, offer) < limit)
+    offers = tuple(offer for offer in plan.offers if rank(plan.requirements, offer) <= limit)
     if offers:
         return plan.model_copy(update={"offers": offers})
     what = f"no offer of provider {plan.requirements.provider} is better than another provider's any more"

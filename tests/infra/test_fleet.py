@@ -20,6 +20,7 @@ from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import contact, fleet
 from mgpu.iac.types.fleet_model import Machine
+from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest, FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
@@ -165,7 +166,7 @@ def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, 
     monkeypatch.setattr(fake, "offers", three)
     inputs = wire.inputs(here, WANTED)
     call = Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), False)
-    handler = fleet.FleetHandler(Timeouts(), ranked_before=[inputs["market"] != "spot", 0, limit])
+    handler = fleet.FleetHandler(Timeouts(), ranked_up_to=[inputs["market"] != "spot", 0, limit])
     if taken is None:
         with pytest.raises(NoOffer, match="better than another provider's"):
             handler.create(call, inputs)
@@ -809,3 +810,26 @@ def test_other_settings_make_no_other_guard(wire, guard):
     earlier = {key: value for key, value in state.items() if key != "options"}
     assert wire.diff(where, earlier, earlier, earlier | {"options": {}}).changes == diff.DIFF_NONE
     wire.delete(where, "fake/dev", earlier)
+
+
+def test_a_guard_stays_where_its_fleet_has_another_provider_and_looks_at_both_in_the_end(
+    wire, here, guard, fake, monkeypatch, tmp_path
+):
+    """Another guard would sweep, when it goes, what the fleet has got back at its first provider."""
+    where, resource_id, state = guard
+    diff = wire.diff(where, state, state, state | {"provider": "other", "options": {}})
+    assert (sorted(diff.diffs), list(diff.replaces)) == (["options", "provider"], [])
+    handler, asked = FleetGuardHandler(Timeouts()), list[str]()
+    call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
+    other = handler.update(call, resource_id, state, state | {"provider": "other", "options": {}})
+    back = handler.update(call, resource_id, other, state)
+
+    def swept(_, provider, *__):
+        asked.append(provider)
+        raise Transient(f"{provider} does not answer")
+
+    monkeypatch.setattr("mgpu.iac.types.guard.registry.get", lambda name, options: f"{name} {dict(options)}")
+    monkeypatch.setattr("mgpu.iac.types.guard.sweep", swept)
+    with pytest.raises(Transient, match="fake"):
+        handler.delete(call, resource_id, back)
+    assert asked == ["fake {'a': 'b'}", "other {}"]

@@ -333,10 +333,10 @@ class Stack:
         self.chosen = provider
 
     def up(
-        self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0, ranked_before: Sequence[float] = ()
+        self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
     ) -> None:
         self._call(f"up at {self.chosen}" if self.chosen else "up")
-        self.world.ranked_before.append(ranked_before)
+        self.world.ranked_up_to.append(ranked_up_to)
         self.world.capped.append(hard_cap_at)
         self.world.paid.append(max_usd)
         self.world.brought_up_with.append(image)
@@ -399,7 +399,7 @@ class World:
     capped: list[float] = field(default_factory=list)  # until when each `up` may have a fleet that it makes anew
     paid: list[float] = field(default_factory=list)  # what each of these may cost
     brought_up_with: list[str] = field(default_factory=list)  # the image of each `up`
-    ranked_before: list[Sequence[float]] = field(default_factory=list)  # ... and what its offer has to come before
+    ranked_up_to: list[Sequence[float]] = field(default_factory=list)  # ... and what its offer has to come before
 
     def __post_init__(self) -> None:
         self.folder.mkdir()

@@ -55,10 +55,10 @@ class FleetHandler:
     refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
 
     def __init__(
-        self, timeouts: Timeouts, hard_cap_at: float = 0.0, max_usd: float = 0.0, ranked_before: Sequence[float] = ()
+        self, timeouts: Timeouts, hard_cap_at: float = 0.0, max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
     ) -> None:
         self._timeouts, self._hard_cap_at, self._max_usd = timeouts, hard_cap_at, max_usd
-        self._ranked_before = ranked_before
+        self._ranked_up_to = ranked_up_to
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once, and fills in every default."""
@@ -80,8 +80,8 @@ class FleetHandler:
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
         plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
-        if self._ranked_before:
-            plan = rank.before(plan, rank.Rank.of(self._ranked_before))
+        if self._ranked_up_to:
+            plan = rank.up_to(plan, rank.Rank.of(self._ranked_up_to))
         cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
         terms["max_usd"] = self._max_usd

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -12,7 +13,18 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import acquire, paths
 from mgpu.backend.owner import owner
 from mgpu.context import Context
-from mgpu.errors import BidTooLow, InputError, NoCapacity, ProviderError, StackError, Stopped, TeardownIncomplete
+from mgpu.errors import (
+    BidTooLow,
+    InputError,
+    MgpuError,
+    NoCapacity,
+    NoOffer,
+    ProviderError,
+    QuotaExceeded,
+    StackError,
+    Stopped,
+    TeardownIncomplete,
+)
 from mgpu.events import Note, Warned
 from mgpu.iac.engine.project import program, project_name, settle
 from mgpu.iac.engine.stack import Stack
@@ -20,10 +32,9 @@ from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan.rank import Rank, Turn
 from mgpu.providers import registry
-from mgpu.providers.base import Provider
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
-from mgpu.run.fleet.teardown import give_back
+from mgpu.run.fleet.teardown import Seller, give_back
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
@@ -66,13 +77,14 @@ def maker(record: Record) -> Record:
     return find(record.kept_by) or record
 
 
-def sellers_of(record: Record) -> list[Provider]:
-    """All providers where the run may have machines, with the settings of those that it is known to have."""
+def sellers_of(record: Record) -> list[Seller]:
+    """All providers where the run may have machines, with the settings of those that it is known to have; each raises
+    InputError if it cannot be used here."""
     known = record.sellers
     if record.fleet:
         fleet = record.fleet_output()
         known |= {fleet.provider: fleet.options}
-    return [registry.get(name, options) for name, options in known.items()]
+    return [partial(registry.get, name, options) for name, options in known.items()]
 
 
 def open_stack(
@@ -122,30 +134,41 @@ def move(session: Session, stack: Stack, make: Callable[[Session, Stack], StackO
 
 
 def bring_up_anywhere(session: Session, stack: Stack, turns: Callable[[], Sequence[Turn]]) -> StackOutput:
-    """As `bring_up`, at the first of several providers that has machines; a fleet that stands already is kept.
+    """As `bring_up`, at the first of several providers that has machines. The one that a supervisor was asking when it
+    died is asked first: machines that it has made there are found.
 
     Raises:
-        ProviderError: none of them has; one that time may mend, where there is such a one.
+        ProviderError, InputError: none of them has; what time may mend, where one said so.
     """
-    refusals = list[ProviderError]()
-    # a supervisor that died may have made one; of one that moves, the stack still knows what was given back
-    standing = stack.outputs() if session.record.asked and session.record.fleet is None else None
-    for turn in [Turn(standing.provider)] if standing else turns():
-        record = session.record
+    record, refusals = session.record, list[MgpuError]()
+    for turn in [Turn(record.asking)] * bool(record.asking) + [*turns()]:
         record.goes_to(turn.provider)
         session.save()  # whoever ends the run looks for its machines there
         stack.choose(turn.provider)
         try:
-            return bring_up(session, stack, before=turn.before)
-        except ProviderError as error:
+            fleet = bring_up(session, stack, up_to=turn.up_to)
+        except InUse:
+            raise
+        except (ProviderError, InputError) as error:
             refusals.append(error)
             session.emit(Note(f"{turn.provider}: {error.what}"))
-    raise next((each for each in refusals if isinstance(each, NoCapacity | BidTooLow)), refusals[-1])
+            record.asking = ""
+            continue
+        record.asking = ""
+        session.save()
+        return fleet
+    raise min(refusals, key=_hopeless)
 
 
-def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), before: Rank | None = None) -> StackOutput:
+def _hopeless(refusal: MgpuError) -> int:
+    """The less, the likelier time mends it."""
+    kinds = (NoCapacity | BidTooLow, QuotaExceeded, NoOffer)
+    return next((place for place, kind in enumerate(kinds) if isinstance(refusal, kind)), len(kinds))
+
+
+def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: Rank | None = None) -> StackOutput:
     """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted. A fleet that is made is
-    of an offer `before` that rank.
+    of an offer `up_to` that rank.
 
     The machines of the ranks in `lost` are ended first, and confirmed so: one that is only silent, or about to be
     taken, is replaced too, and never beside its replacement.
@@ -169,7 +192,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), before:
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
         most_usd = min(filter(None, (left_usd, month_usd)), default=0.0)
-        stack.up(session.record.hard_cap_at, session.record.image or "", most_usd, before or ())
+        stack.up(session.record.hard_cap_at, session.record.image or "", most_usd, up_to or ())
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(
@@ -333,7 +356,7 @@ def _used(fleet: StackOutput, run_id: str, how: str) -> InUse:
 
 def give_back_fleet(
     stack: Stack,
-    providers: Sequence[Provider],
+    sellers: Sequence[Seller],
     fleet: StackOutput | None,
     context: Context,
     *,
@@ -347,7 +370,7 @@ def give_back_fleet(
     known = fleet.fleet if fleet else name
     give_back(
         stack,
-        providers,
+        sellers,
         fleet.owner if fleet else owner(),
         context.timeouts,
         context.emit,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu.errors import InputError
-from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import StoreAccess
 from mgpu.run.record.record import Record
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 
 def for_spec(url: str, spec: RunSpec) -> Store:
     """A store of a run with this run file. Raises StoreError: the address or the profile means nothing."""
-    return _opened(url, {name: rank.requirements(spec.of(name)).provider_options for name in spec.candidates})
+    blocks = ((name, getattr(spec, name)) for name in installed().names)
+    return _opened(url, {name: block.flat() for name, block in blocks if block is not None})
 
 
 def for_record(url: str, record: Record) -> Store:

@@ -108,7 +108,7 @@ def stack_down(project: Path, name: str, context: Context) -> None:
         raise InputError(
             f"there is no stack {name} of the project in {project}", "", "`pulumi stack ls` names them; see `mgpu ls`."
         )
-    give_back_fleet(stack, [_provider(project, fleet)], fleet, context, remove=False)
+    give_back_fleet(stack, [lambda: _provider(project, fleet)], fleet, context, remove=False)
 
 
 def _provider(project: Path, fleet: StackOutput | None) -> Provider:

@@ -20,7 +20,7 @@ from mgpu.run.fleet import reuse
 from mgpu.run.fleet.stack import open_stack, project_of, standing, take
 from mgpu.run.job import images
 from mgpu.run.job.on_sale import dearest_usd_per_hour, sellers
-from mgpu.run.job.request import Request, build_secrets, require_secrets, resolve
+from mgpu.run.job.request import build_secrets, require_all_secrets, require_secrets, resolve
 from mgpu.run.job.stack_output import provider_for, provider_of, usd_per_hour
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
 from mgpu.run.lifecycle.outcome import Outcome
@@ -47,7 +47,7 @@ def launch(
     run_id = resume.run_id if resume else new_run_id(spec.name)
     base = run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
-    _require_secrets(request)  # what is missing is told before a build
+    require_all_secrets(request, os.environ, context.emit)  # what is missing is told before a build
     image = images.settle(spec, base, context.emit, machines)
 
     def made() -> Record:
@@ -111,7 +111,7 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit, code: str = "") -> Path
     sinks.require(spec.sinks, code)
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
     told = code_upload.look(request)
-    _require_secrets(request)
+    require_all_secrets(request, os.environ, emit)
     build_secrets(spec, os.environ)
     _require_provider(spec, emit)
     require_store(request)
@@ -119,12 +119,6 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit, code: str = "") -> Path
     for each in told:
         emit(each)
     return project
-
-
-def _require_secrets(request: Request) -> None:
-    """Of several providers, for the machines of each: which of them it will be is not known."""
-    for name in sellers(request.spec):
-        require_secrets(request, os.environ, provider_for(request.spec.of(name)))
 
 
 def _require_provider(spec: RunSpec, emit: Emit) -> None:

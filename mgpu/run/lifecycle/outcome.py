@@ -165,14 +165,16 @@ def revoke_store(record: Record, emit: Emit) -> None:
     ends nothing: such rights open that run's place alone, to machines that know its secret."""
     if not record.store_granted:
         return
-    try:
-        for provider in sellers_of(record):
+    failed = False
+    for seller in sellers_of(record):
+        try:
+            provider = seller()
             if isinstance(provider, StoreRole):
                 provider.revoke_store(record.run_id)
-        record.store_granted = False
-    except MgpuError as error:
-        again = f"`mgpu down {record.run_id}` tries again"
-        emit(Warned(f"the rights of run {record.run_id} in its store stay: {error.what}; {again}"))
+        except MgpuError as error:
+            failed, again = True, f"`mgpu down {record.run_id}` tries again"
+            emit(Warned(f"the rights of run {record.run_id} in its store stay: {error.what}; {again}"))
+    record.store_granted = failed
 
 
 class _Bug(MgpuError):

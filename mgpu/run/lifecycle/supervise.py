@@ -8,6 +8,7 @@ supervisor may have had in mind. All that it needs has an absolute path in the r
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from mgpu_train.config import Secrets
 
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
+from mgpu.acquire.pauses import patiently
 from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, InputError, MgpuError, OverLimit, ProviderError, RemoteError, StackError
 from mgpu.events import Note, Warned
@@ -33,7 +35,7 @@ from mgpu.run.budget import account
 from mgpu.run.fleet import key, reuse
 from mgpu.run.fleet.stack import InUse, bring_up, bring_up_anywhere, move, refuse_used, stack_of, standing
 from mgpu.run.job import images, on_sale, operator_store
-from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
+from mgpu.run.job.request import Request, env_secrets, require_all_secrets, resolve, secrets_of, store_keys
 from mgpu.run.job.stack_output import provider_for, provider_of, targets, usd_per_hour
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt import conduct, watch_again
@@ -165,6 +167,7 @@ class _Run:
             record.kept_by, record.stack, record.own_stack = found.maker.run_id, found.stack, False
             record.fleet, record.fleet_name = dict(found.output), found.newest.fleet_name
             record.slots, record.slots_of = [*found.uses[record.run_id]], found.slots
+            self._goes_to(str(found.output["provider"]))
             try:
                 self.stack = stack_of(record, self._context)
                 key.bring(record, self._context)
@@ -183,6 +186,7 @@ class _Run:
             self.session.emit(Warned(f"kept fleet {record.stack} cannot be begun on, the run goes elsewhere: {why}"))
         record.kept_by, record.stack, record.own_stack, record.fleet = "", record.run_id, True, None
         record.slots, record.price_usd_per_hour = [], 0.0
+        self._goes_to(next(iter(record.candidates), record.provider))
         if record.attempt:  # the hard cap is the run's from then on, wherever it goes
             record.costs_no_more(time.time())
         else:
@@ -190,6 +194,12 @@ class _Run:
         self.stack = stack_of(record, self._context)
         record.fleet_name = self.stack.fleet
         reuse.let_go(record.run_id)
+
+    def _goes_to(self, provider: str) -> None:
+        """Of several that it may have machines of, without that it is asked for any."""
+        if self.record.candidates:
+            self.record.goes_to(provider)
+            self.record.asking = ""
 
     def _begin(self) -> Ended:
         return self._made()()
@@ -226,8 +236,14 @@ class _Run:
         return made
 
     def _secrets(self, request: Request, provider: Provider | None) -> Secrets:
+        """Where several providers may have the machines, and none has, nobody is given rights in the store yet."""
+        if self.record.candidates and self.record.fleet is None:
+            require_all_secrets(request, os.environ, self.session.emit)
+            return env_secrets(request, os.environ)
         _remember_grants(self.session, store_keys(request, os.environ, provider))
-        return secrets_of(request, os.environ, provider)
+        secrets = secrets_of(request, os.environ, provider)
+        self.session.stores[self.record.provider] = secrets.store
+        return secrets
 
     def _begun(self, request: Request, secrets: Secrets) -> Ended:
         if self.record.writer:  # an attempt was begun, and its supervisor died before it could say so
@@ -396,7 +412,9 @@ def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
     """A fleet, wherever the run file allows. Raises what `bring_up` raises."""
     if len(spec.candidates) == 1:
         return bring_up(session, stack)
-    return bring_up_anywhere(session, stack, lambda: turns(on_sale.plan(spec)))
+    ended = threading.Event()  # who asks for the end waits for no provider that is busy
+    patience_s = session.timeouts.provision_s
+    return bring_up_anywhere(session, stack, lambda: turns(patiently(lambda: on_sale.plan(spec), patience_s, ended)))
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -415,7 +433,7 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     request = _with_image(session, replace(request, spec=request.spec.of(fleet.provider)), fleet)
     keys = store_keys(request, os.environ, provider)
     _remember_grants(session, keys)
-    return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys), keys)
+    return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys, fleet.provider), keys)
 
 
 def _with_image(session: Session, request: Request, fleet: StackOutput) -> Request:
@@ -430,25 +448,28 @@ def _with_image(session: Session, request: Request, fleet: StackOutput) -> Reque
     return replace(request, code_folder=image.workdir if images.in_image(request.spec) else "")
 
 
-def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys) -> Secrets:
-    """With the store's credentials as they are now: a later attempt may begin hours after they were read first."""
+def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys, provider: str) -> Secrets:
+    """With the store's credentials as they are now: a later attempt may begin hours after they were read first. Where
+    there are none now, nodes get those that nodes of this provider had before; if none had, the error is raised."""
     try:
-        return secrets.model_copy(update={"store": keys.now()})
+        session.stores[provider] = keys.now()
     except (InputError, ProviderError) as error:
+        if provider not in session.stores:
+            raise
         session.emit(Warned(f"{error.what}: the nodes get those that this command began with"))
-        return secrets
+    return secrets.model_copy(update={"store": session.stores[provider]})
 
 
 def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
     """What the run file's `recovery` allows; a fleet that is not mgpu's is not ours to repair."""
-    recovery, anew = request.spec.recovery, partial(_made_anew, request.spec)
+    recovery, record = request.spec.recovery, session.record
+    spec = request.spec.of(record.provider) if record.kept_by else request.spec  # the stack is of another run's file
+    anew = partial(_made_anew, spec)
     ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
         repair=lambda lost: bring_up(session, stack, lost),
-        move=lambda: (
-            partial(move, session, stack, anew) if on_sale.elsewhere(request.spec, session.record.provider) else None
-        ),
+        move=lambda: partial(move, session, stack, anew) if on_sale.elsewhere(spec, record.provider) else None,
     )

@@ -157,6 +157,7 @@ class Record:
     # by name, with their settings, all providers that its machines may be of; empty: `provider` alone
     candidates: dict[str, dict[str, str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # those of them that were asked for machines
+    asking: str = ""  # the one that is asked for a fleet now
     state: State = State.QUEUED
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
@@ -243,7 +244,7 @@ class Record:
 
     def goes_to(self, provider: str) -> None:
         """From here on its machines are asked for at this one of its candidates."""
-        self.provider, self.options = provider, self.candidates[provider]
+        self.provider, self.options, self.asking = provider, self.candidates[provider], provider
         if provider not in self.asked:
             self.asked.append(provider)
 

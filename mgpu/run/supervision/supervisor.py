@@ -118,7 +118,7 @@ class Supervisor:
         if self._wants_to_leave() or self._needs_nothing(verdict):
             return Ended(False, left=True)
         if self._stop_by is not None and self._clock() > self._stop_by:
-            return self._ended(self._late(verdict))
+            return self._ended(self._late(self._explained(verdict)))
         return None
 
     def _needs_nothing(self, verdict: Verdict) -> bool:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mgpu.errors import NoOffer
 from mgpu.plan.model import Offer, Plan, Requirements
-from mgpu.plan.rank import Rank, before, merged, plan, requirements, turns
+from mgpu.plan.rank import Rank, merged, plan, requirements, turns, up_to
 from mgpu.spec.load import loads
 
 WANTED = Requirements(
@@ -384,15 +384,30 @@ def test_providers_take_turns_as_their_offers_rank_and_the_last_turn_of_each_is_
     one = of("one", offer(price_usd_per_hour=1), offer(price_usd_per_hour=2), offer(price_usd_per_hour=5))
     two = of("two", offer(price_usd_per_hour=3), offer(price_usd_per_hour=4))
     found = turns(merged([one, two]))
-    assert [(each.provider, each.before and each.before.usd_per_hour) for each in found] == [
+    assert [(each.provider, each.up_to and each.up_to.usd_per_hour) for each in found] == [
         *(("one", 3), ("two", None), ("one", None)),
     ]
     first, *_ = found
-    assert first.before is not None
-    assert [each.price_usd_per_hour for each in before(one, first.before).offers] == [1, 2]
+    assert first.up_to is not None
+    assert [each.price_usd_per_hour for each in up_to(one, first.up_to).offers] == [1, 2]
     with pytest.raises(NoOffer, match="better than another"):
-        before(one, Rank(on_demand=False, preference=0, usd_per_hour=0.5))
-    assert Rank.of(json.loads(json.dumps(first.before))) == first.before
+        up_to(one, Rank(on_demand=False, preference=0, usd_per_hour=0.5))
+    assert Rank.of(json.loads(json.dumps(first.up_to))) == first.up_to
+
+
+def test_equals_are_of_one_provider_after_the_other():
+    """Clusters and hosts cost nothing where their block says nothing."""
+    one = of("one", offer(price_usd_per_hour=0, region="a"), offer(price_usd_per_hour=0, region="z"))
+    two = of("two", offer(price_usd_per_hour=0, region="m"))
+    both = merged([one, two])
+    assert [each.provider for each in both.offers] == ["one", "one", "two"]
+    assert turns(both) == [("one", None), ("two", None)]
+    mixed = turns(merged([of("one", offer(price_usd_per_hour=0), offer(price_usd_per_hour=9)), two]))
+    first = mixed[0].up_to
+    assert first is not None
+    assert len(up_to(of("one", offer(price_usd_per_hour=0)), first).offers) == 1, (
+        "it ranks as the other's, not after it"
+    )
 
 
 def test_a_provider_alone_has_one_open_turn():

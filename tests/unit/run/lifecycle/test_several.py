@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
 
-from mgpu.errors import AuthError, NoCapacity, NoOffer, Transient
+from mgpu.errors import AuthError, InputError, NoCapacity, NoOffer, TeardownIncomplete, Transient
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
@@ -53,7 +53,7 @@ def test_the_best_offers_provider_is_asked_first_and_alone_where_it_has_machines
     outcome = project.launch()
     assert outcome.record.state is State.SUCCEEDED
     assert (outcome.record.provider, ups(project.world)) == ("aws", ["aws"])
-    assert project.world.ranked_before == [Rank(on_demand=True, preference=0, usd_per_hour=2.0)]
+    assert project.world.ranked_up_to == [Rank(on_demand=True, preference=0, usd_per_hour=2.0)]
     assert outcome.record.spending[0].provider == "aws"
 
 
@@ -63,7 +63,7 @@ def test_one_without_machines_is_followed_by_the_next_as_their_offers_rank(proje
     outcome = project.launch("recovery: {wait_minutes: 0}")
     assert ups(world) == ["aws", "slurm", "aws"], "dear machines of the first one come after the second one's"
     assert isinstance(outcome.error, NoCapacity)
-    assert world.ranked_before == []
+    assert world.ranked_up_to == []
 
 
 def test_whoever_has_none_is_left_and_the_run_is_the_others(project, clouds):
@@ -175,3 +175,68 @@ def test_any_is_whoever_is_set_up_and_whom_the_run_file_suits(project, clouds):
     spec = project.spec().model_copy(update={"providers": ("any",)})
     assert "kubernetes" in spec.candidates
     assert set(on_sale.sellers(spec)) == {"aws", "hosts"}, "the fake is any of them but slurm"
+
+
+def test_nobody_gets_rights_in_the_store_before_it_has_the_machines(project, clouds):
+    """They would stay there, with nobody who takes them away."""
+    project.world.hooks["up at aws"] = SOLD_OUT
+    project.world.timeouts = project.world.timeouts.model_copy(update={"stop_grace_s": 0.1})
+    outcome = project.launch("data: [{from: s3://my-data/x, to: x}]\n", nodes=1)
+    aws, slurm = clouds.values()
+    assert aws.granted == []
+    assert [run for run, *_ in slurm.granted] == [outcome.record.run_id] == slurm.revoked
+    assert not outcome.record.store_granted
+
+
+def test_where_one_cannot_be_reached_any_more_the_others_machines_go_all_the_same(project, clouds, world):
+    project.left_behind()
+    found = record.load("run-1")
+    found.candidates = {"aws": {}, "slurm": {}}
+    found.goes_to("aws")
+    found.goes_to("slurm")
+    record.save(found)
+    stray = clouds["slurm"].rent("mine-run-1")
+    clouds["aws"].refuses["list_owned"] = [AuthError("the key has expired")]
+    with pytest.raises(TeardownIncomplete, match="may still be billed"):
+        down.down(found, project.context)
+    assert clouds["slurm"].phases[stray.ids[0]] is NodePhase.TERMINATED
+
+
+def test_a_supervisor_that_takes_over_asks_first_where_the_dead_one_was_asking(project, clouds, world):
+    """Its create may have taken the last machines: the plan of now shows none there."""
+    project.spec()
+    found = world.record("run-1", candidates={"aws": {}, "slurm": {}})
+    found.goes_to("slurm")
+    record.save(found)
+    Folder("run-1").make()
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    clouds["slurm"].on_sale.clear()
+    outcome = attach.attach(found, project.context)
+    assert outcome is not None
+    assert (ups(world), outcome.record.asking) == (["slurm"], "")
+
+
+def test_what_is_wrong_with_one_of_them_is_no_end(project, clouds):
+    project.world.hooks["up at aws"] = InputError("image: it needs another driver")
+    outcome = project.launch()
+    assert (outcome.record.state, outcome.record.provider) == (State.SUCCEEDED, "slurm")
+
+
+def test_a_short_silence_of_all_is_waited_for(project, clouds):
+    for each in clouds.values():
+        each.refuses["offers"] = [Transient("no answer"), Transient("no answer")]
+    spec = project.spec()
+    with pytest.raises(Transient):
+        on_sale.plan(spec)
+    clouds["aws"].refuses["offers"].clear()
+    assert project.launch().record.provider == "aws"
+
+
+def test_a_limit_by_the_hour_counts_the_dearest_of_all_and_whoever_does_not_answer_is_waited_for(project, clouds):
+    spec = project.spec()
+    assert on_sale.dearest_usd_per_hour(spec) == 9.0
+    clouds["slurm"].refuses["offers"] = [Transient("no answer")]
+    with pytest.raises(Transient):
+        on_sale.dearest_usd_per_hour(spec)
+    clouds["slurm"].refuses["offers"] = [AuthError("no credentials")]
+    assert on_sale.dearest_usd_per_hour(spec) == 9.0
