@@ -261,7 +261,7 @@ def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake,
 
 
 def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     old = {key: value for key, value in outputs.items() if key not in ("sshPrivateKeyFile", "otherUsdPerHour")}
     old["machines"] = [{k: v for k, v in m.items() if k not in ("python", "via")} for m in outputs["machines"]]
     old["handle"] = {key: value for key, value in outputs["handle"].items() if key != "made_at"}
@@ -368,7 +368,7 @@ def test_read_of_a_whole_fleet_is_no_change(wire, here, made):
 
 
 def test_a_lost_node_shows_and_is_replaced_alone(wire, here, made, fake):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
     found = wire.read(here, resource_id, outputs, inputs)
     seen_inputs, seen = from_struct(found.inputs), from_struct(found.properties)
@@ -455,7 +455,7 @@ def test_a_replacement_is_bought_in_the_zone_of_the_machines_that_live(wire, her
 
 
 def test_a_replacement_is_asked_for_although_it_is_not_on_the_list_any_more(wire, here, made, fake):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
     fake.zones = ("z9",)
     repaired = wire.update(here, resource_id, outputs, inputs)
@@ -464,7 +464,7 @@ def test_a_replacement_is_asked_for_although_it_is_not_on_the_list_any_more(wire
 
 
 def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
     fake.refuse_repair = NoCapacity("none left", "sold out", "Wait.", scope="provider")
     with pytest.raises(grpc.RpcError) as failed:
@@ -485,7 +485,7 @@ def gangs(fake):
 
 
 def test_where_no_machine_is_replaced_alone_the_whole_gang_is_made_anew(wire, here, made, gangs):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     gangs.phases[ids(outputs)[1]] = NodePhase.TERMINATED
     gangs.refuse_repair = AssertionError("nobody asks for it")
     found = wire.read(here, resource_id, outputs, inputs)
@@ -504,7 +504,7 @@ def test_where_no_machine_is_replaced_alone_the_whole_gang_is_made_anew(wire, he
 
 
 def test_a_gang_that_cannot_be_made_anew_has_left_nothing_and_the_next_up_makes_it(wire, here, made, gangs):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     gangs.phases[ids(outputs)[1]] = NodePhase.TERMINATED
     offers, gangs.price = gangs.price, 100.0
     with pytest.raises(grpc.RpcError) as failed:
@@ -525,7 +525,7 @@ def test_a_gang_of_another_size_is_made_anew(wire, here, made, gangs):
 
 
 def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wire, here, made, fake, xdg):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
     first = wire.update(here, resource_id, outputs, inputs)
     (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()  # it was done on another machine
@@ -535,7 +535,7 @@ def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wir
 
 
 def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
-    _, inputs, outputs = made
+    resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
     with pytest.raises(grpc.RpcError, match="hard cap"):
         wire.update(here, resource_id, outputs | {"hardCapAt": 1.0}, inputs)
