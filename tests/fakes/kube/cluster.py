@@ -288,13 +288,16 @@ class Cluster:
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
     def drop_forwards(self) -> None:
-        """Ends every connection of port-forward and exec; new ones are taken soon after."""
+        """Ends every connection of port-forward and exec; returns when new ones are taken."""
         for node in self.nodes:
-            if process := self._processes.get(f"kubelet-{node}"):
-                process.send_signal(signal.SIGUSR1)
+            if kubelet := self._processes.get(f"kubelet-{node}"):
+                streams = [each for each in procs.descendants(kubelet.pid) if "streams" in procs.command_line(each.pid)]
+                kubelet.send_signal(signal.SIGUSR1)
+                until(lambda those=streams: not any(each.alive for each in those))
+                until(lambda node=node: self._serves(node), START_S, lambda node=node: self.log(f"kubelet-{node}"))
 
     def delete_node(self, node: str) -> None:
-        """The API forgets a node, as when its machine is gone for good; a kubelet that lives makes it anew."""
+        """The API forgets a node, as when its machine is gone for good, until its kubelet is started again."""
         self.admin.delete(f"/api/v1/nodes/{node}")
 
     def images(self, images: Json) -> None:

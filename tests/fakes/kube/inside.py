@@ -76,7 +76,7 @@ def furnish(config: dict[str, Any]) -> None:
 
 
 def _mount(root: Path, each: dict[str, Any]) -> None:
-    place = root / each["target"].lstrip("/")
+    place = within(root, each["target"])
     source = Path(each["source"]) if each["source"] else None
     if source is None or source.is_dir():
         place.mkdir(parents=True, exist_ok=True)
@@ -87,6 +87,22 @@ def _mount(root: Path, each: dict[str, Any]) -> None:
         rootfs.mount("memory", str(place), "tmpfs", data=f"mode=1777,size={each['bytes'] or '50%'}")
     else:
         rootfs.bind(str(source), str(place), read_only=each["read_only"])
+
+
+def within(root: Path, path: str) -> Path:
+    """A path as who has this root sees it: its links, too, lead to where they do there."""
+    place, parts = root, path.split("/")
+    while parts:
+        part = parts.pop(0)
+        if part == "..":
+            place = place.parent if place != root else root
+        elif (place / part).is_symlink():
+            target = str((place / part).readlink())
+            place = root if target.startswith("/") else place
+            parts = [*target.split("/"), *parts]
+        else:
+            place /= part
+    return place
 
 
 def become(config: dict[str, Any]) -> None:

@@ -75,7 +75,8 @@ class Pod:
     def live(self) -> None:
         """From its start, or from where an earlier kubelet has left it, to its end."""
         try:
-            if self.seen["status"].get("phase") not in ("Succeeded", "Failed"):
+            process = self._process()
+            if not self._over or (process and process.alive):
                 if not (self.folder / "started").exists() and not self._start():
                     return
                 self._watch()
@@ -88,6 +89,11 @@ class Pod:
     @property
     def _unwanted(self) -> bool:
         return self.gone or "deletionTimestamp" in self.seen["metadata"]
+
+    @property
+    def _over(self) -> bool:
+        """Whether the API has it that it has ended."""
+        return self.seen["status"].get("phase") in ("Succeeded", "Failed")
 
     def _start(self) -> bool:
         """Starts the container; False where it was not wanted any more, or can never be."""
@@ -169,13 +175,14 @@ class Pod:
         while not self._pid_file.exists() and self._ended() is None:
             self._pause()
         self._began = (self._pid_file if self._pid_file.exists() else self.folder / "started").stat().st_mtime
-        if self._ended() is None:
+        if self._ended() is None and not self._over:
             self._report_state(running={"startedAt": stamp(self._began)}, phase="Running")
         process = self._process()
         over, kill_at = "", float("inf")
         while (ended := self._ended()) is None:
-            if kill_at == float("inf") and (self._late or self._unwanted):
-                over = "" if self._unwanted else _LATE
+            ending = self._unwanted or self._over  # which while it runs others alone can have said
+            if kill_at == float("inf") and (self._late or ending):
+                over = "" if ending else _LATE
                 kill_at = time.monotonic() + self._grace()
                 if process:
                     process.send(signal.SIGTERM)
@@ -396,8 +403,8 @@ class Kubelet:
                 call()
                 return
             except (Refused, *SILENT) as error:
-                if isinstance(error, Refused) and error.status == 409:
-                    return
+                if isinstance(error, Refused) and error.status in (404, 409):
+                    return  # it is there; or the node was deleted, and is registered again when the kubelet starts
                 self.say(str(error))
             time.sleep(POLL_S)
 
