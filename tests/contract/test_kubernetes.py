@@ -194,7 +194,7 @@ def test_what_waits_in_a_queue_costs_nothing_and_its_cap_counts_from_its_start(a
     until(lambda: asked.phases(handle) == [NodePhase.TERMINATED] * 2, why=lambda: asked.provider.describe(handle))
     asked.kube.unsuspend(f"mgpu-{token}")  # whose pods would be other machines
     until(lambda: len(asked.kube.pods()) == 4, why=asked.kube.pods)
-    assert asked.phases(handle) == [NodePhase.TERMINATED] * 2
+    assert asked.phases(handle) == [NodePhase.STOPPING] * 2, "lost, and not all of it is gone"
     until(lambda: asked.provider.destroy(handle), why=lambda: asked.provider.describe(handle))
     assert asked.kube.pods() == []
 
