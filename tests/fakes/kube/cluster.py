@@ -270,6 +270,7 @@ class Cluster:
     def kill_kubelet(self, node: str) -> None:
         """The node hears and says nothing more; what runs on it runs on."""
         self._end(f"kubelet-{node}")
+        until(lambda: not self._serves(node))  # that half of it ends a moment later
 
     def power_off(self, node: str) -> None:
         """The node's kubelet and all of its pods end at once, and nobody tells."""
@@ -291,10 +292,15 @@ class Cluster:
         """Ends every connection of port-forward and exec; returns when new ones are taken."""
         for node in self.nodes:
             if kubelet := self._processes.get(f"kubelet-{node}"):
-                streams = [each for each in procs.descendants(kubelet.pid) if "streams" in procs.command_line(each.pid)]
+                before = self._streams(kubelet.pid)
                 kubelet.send_signal(signal.SIGUSR1)
-                until(lambda those=streams: not any(each.alive for each in those))
+                until(lambda pid=kubelet.pid, before=before: self._streams(pid) - before)
                 until(lambda node=node: self._serves(node), START_S, lambda node=node: self.log(f"kubelet-{node}"))
+
+    def _streams(self, kubelet: int) -> set[procs.Process]:
+        """What serves for a kubelet: another one starts when all of this one has ended, its port included."""
+        below = procs.descendants(kubelet)
+        return {each for each in below if f"{self.kube} streams" in procs.command_line(each.pid)}
 
     def delete_node(self, node: str) -> None:
         """The API forgets a node, as when its machine is gone for good, until its kubelet is started again."""
