@@ -47,8 +47,10 @@ WORTH = 1.5  # lines and branches that a slow test has to pass alone, for each o
 SERVES = {
     "tests/contract/": ("mgpu/providers", "mgpu/testing", "train/mgpu_train/store"),
     "tests/contract/test_kube.py": ("tests/fakes/kube", "scripts/setup-kube.sh"),
+    "tests/contract/test_kubernetes.py": ("mgpu/providers/kubernetes",),
     "tests/contract/test_hosts.py": ("mgpu/providers/hosts",),
     "tests/e2e/test_hosts.py": ("mgpu/providers/hosts",),
+    "tests/e2e/test_kubernetes.py": ("mgpu/providers/kubernetes",),
     "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),
     "tests/e2e/test_callers.py": ("mgpu/schedule/callers.py",),
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),

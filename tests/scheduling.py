@@ -30,7 +30,7 @@ TOGETHER = {
         *("tests/remote/container/", "tests/infra/test_image.py"),
         *("tests/emulated/test_trainer_image.py", "tests/emulated/test_operator_image.py"),
     ),
-    "a Kubernetes": ("tests/contract/test_kube",),
+    "a Kubernetes": ("tests/contract/test_kube", "tests/e2e/test_kubernetes.py"),
     "torch": (
         *("tests/train/test_saving.py", "tests/train/test_export.py", "tests/train/test_shards.py"),
         "tests/train/test_trainer",

@@ -694,6 +694,22 @@ def test_another_image_is_compared_with_the_machines_that_stand_and_replaces_non
     assert len(fake.created) == 2
 
 
+def test_machines_that_are_containers_of_an_image_are_told_which_and_another_one_replaces_them(wire, here, fake):
+    first, other = (f"r.test/t@sha256:{digit * 64}" for digit in "01")
+    inputs = wire.inputs(here, WANTED | {"image": first})
+    answer = wire.create(here, inputs)
+    assert {request.image for request, _ in fake.gangs.values()} == {first}
+    diff, _ = again(wire, here, (answer.id, inputs, from_struct(answer.properties)), image=other)
+    assert list(diff.replaces) == ["image"]
+
+
+def test_a_fleet_of_before_that_knows_no_image_stays(wire, here, made):
+    _, inputs, outputs = made
+    old = {key: value for key, value in inputs.items() if key != "image"}
+    assert len(old) == len(inputs) - 1
+    assert list(wire.diff(here, old, outputs, wire.inputs(here, WANTED, old)).diffs) == []
+
+
 def test_an_image_that_is_yet_to_be_built_is_no_difference(wire, here, fake):
     fake.driver = NEW
     first = wire.inputs(here, WANTED | {"imageLabels": CUDA_13})

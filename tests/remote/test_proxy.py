@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,35 @@ def test_the_greeting_may_come_in_pieces_and_nothing_of_it_is_lost():
         assert got == b"SSH-2.0-x\r\nrest"
     finally:
         stream.close()
+
+
+def test_a_module_makes_the_connection_in_this_process(server, keys, monkeypatch):
+    module = types.ModuleType("carrier")
+    asked = list[tuple[tuple[str, ...], float]]()
+
+    def carry(arguments: tuple[str, ...], seconds: float) -> socket.socket:
+        asked.append((arguments, seconds))
+        return socket.create_connection(("127.0.0.1", int(arguments[0])))
+
+    module.connect = carry
+    monkeypatch.setitem(sys.modules, "carrier", module)
+    before, port = children(), str(server.port)
+    via = hop({"command": ["{python}", "-P", "-m", "carrier", port, "x"], "in_process": True})
+    with connect(server.target(address=NOWHERE, via=via), keys.file, Timeouts(ssh_banner_s=5)) as node:
+        assert node.run(["echo", "there"], timeout=30).stdout == b"there\n"
+    assert asked == [((port, "x"), 5)]
+    assert children() == before
+    assert via.argv == [sys.executable, "-P", "-m", "carrier", port, "x"], "what a user's own ssh starts"
+    monkeypatch.setitem(sys.modules, "carrier", None)
+    with pytest.raises(ConnectionFailed) as failed:
+        connect(server.target(address=NOWHERE, via=via), keys.file, Timeouts(ssh_banner_s=5))
+    assert "carrier makes no connections here" in failed.value.why
+
+
+@pytest.mark.parametrize("command", [("ssh", "-W"), ("{python}", "-P", "-m"), ("{python}", "-P", "-m", "a; b")])
+def test_what_is_no_module_makes_no_connection_in_this_process(command):
+    with pytest.raises(InputError, match="not a module that carries connections"):
+        ProxyCommand(command, in_process=True)
 
 
 @pytest.mark.parametrize("command", [(), ("",), ("ssh", "a\nProxyJump b"), ("ssh", "\0")])

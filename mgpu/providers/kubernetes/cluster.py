@@ -94,7 +94,12 @@ class _Proxy:
         self.path = str(Path(self.folder) / "api")
         argv = ["/bin/sh", "-c", _HELD, "sh", self.folder, *access.kubectl("proxy", f"--unix-socket={self.path}")]
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is not for it
         )
         timer = threading.Timer(_START_S, self.close)
         timer.start()

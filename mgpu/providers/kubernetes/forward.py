@@ -132,7 +132,10 @@ class PodStream:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([], [self._socket], [], left)[1]:
                 raise TimeoutError
-            sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+            try:
+                sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+            except BlockingIOError:  # there was room for less than the kernel sends at once
+                continue
             del self._unsent[:sent]
 
     def _receive(self) -> None:

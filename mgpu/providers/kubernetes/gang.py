@@ -152,6 +152,10 @@ class Gang:
         """The pod of this rank: the first that there was. One that comes after it is another machine."""
         return min((pod for pod in self.pods if pod.rank == rank), key=lambda pod: pod.made_at, default=None)
 
+    def replaced(self, pod: Pod) -> bool:
+        """Whether another pod of its rank lives: Kueue, or a controller, has put one in its place."""
+        return any(each.rank == pod.rank and each.uid != pod.uid and not each.ended for each in self.pods)
+
     def without(self, events: Callable[[], str]) -> Seen:
         """What is to be said of a rank that has no pod."""
         if self.job is None:

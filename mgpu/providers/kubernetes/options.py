@@ -21,8 +21,9 @@ _Name = Annotated[
     str,
     form(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", "a name of Kubernetes': lower-case letters, digits, `-` and `.`"),
 ]
-_Resource = Annotated[str, form(rf"^{_KEY}$", "a resource's name, such as nvidia.com/gpu")]
-_Key = Annotated[str, form(rf"^{_KEY}$", "a label's key: letters, digits, `-`, `_`, `.`, and a domain before a `/`")]
+_Key = Annotated[
+    str, form(rf"^{_KEY}$", "a key of Kubernetes': letters, digits, `-`, `_`, `.`, and a domain before a `/`")
+]
 _Value = Annotated[str, form(rf"^({_LABEL})?$", "a label's value: letters, digits, `-`, `_` and `.`, at most 63")]
 _Toleration = Annotated[
     str,
@@ -46,8 +47,8 @@ class KubernetesOptions(ProviderOptions):
     context: _Context | None = Field(None, description="context of your kubeconfig (default: its current one)")
     kubeconfig: File | None = Field(None, description="kubeconfig file (default: as kubectl finds it)")
     namespace: _Name | None = Field(None, description="namespace (default: the context's)")
-    gpu_resource: _Resource = Field("nvidia.com/gpu", description="resource that GPUs are asked for by; amd.com/gpu")
-    resources: dict[_Resource, _Quantity] = Field(
+    gpu_resource: _Key = Field("nvidia.com/gpu", description="resource that GPUs are asked for by; amd.com/gpu")
+    resources: dict[_Key, _Quantity] = Field(
         {}, description="what else each pod gets of a node's resources, such as rdma/ib: 1 (default: nothing)"
     )
     cpus_per_node: int | None = Field(None, ge=1, description="CPUs that a pod asks for (default: the namespace's)")

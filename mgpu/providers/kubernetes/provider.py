@@ -250,6 +250,8 @@ class KubernetesProvider(Provider):
             )
         ended = pod.ended or ((pod.going or pod.failed) and self._ended(place, pod))
         phase, reason, cure = pod.phase(ended, gang.given_back, self._clock())
+        if phase is NodePhase.TERMINATED and gang.replaced(pod):
+            phase, reason = NodePhase.STOPPING, f"{reason}; another pod is in its place, which is given back, too"
         told = self._reached(place, pod) if phase is NodePhase.RUNNING else {}
         return NodeState(
             rank=rank,
