@@ -44,7 +44,7 @@ class Begun:
     token: str
     at: float  # of the answer; without one, of the intent: they may have been asked for at any time since
     answered: bool
-    provider: str  # that was asked
+    provider: str  # that was asked; empty: not known
 
 
 def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
@@ -52,7 +52,8 @@ def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
     found: dict[str, Begun] = {}
     for entry in journal.read(_path(state_dir, fleet)):
         if entry["kind"] in ("intent", "created"):
-            whose = entry["offer"]["provider"] if "offer" in entry else found[entry["token"]].provider
+            known = found.get(entry["token"])
+            whose = entry["offer"]["provider"] if "offer" in entry else known.provider if known else ""
             found[entry["token"]] = Begun(entry["token"], entry["at"], entry["kind"] == "created", whose)
         elif "token" in entry:
             found.pop(entry["token"], None)
