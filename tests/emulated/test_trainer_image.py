@@ -86,6 +86,16 @@ def test_the_agent_is_what_it_runs_as_nobody_in_particular(builder: Engine, imag
     assert run(builder, image, "-c", who, options=(*python, "--user", "4321:4321")) == "4321 mgpu True False"
 
 
+def test_it_can_be_a_whole_machine_and_has_no_host_key_that_others_have_too(builder: Engine, image: str):
+    script = (
+        "PATH=$PATH:/usr/sbin; command -v sshd; command -v ssh-keygen; ls /usr/lib/openssh/sftp-server /etc/ssh; id -un"
+    )
+    found = run(builder, image, "-c", script, options=("--entrypoint", "sh")).splitlines()
+    assert found[:3] == ["/usr/sbin/sshd", "/usr/bin/ssh-keygen", "/usr/lib/openssh/sftp-server"]
+    assert not [name for name in found if name.startswith("ssh_host_")]
+    assert found[-1] == "mgpu", "a user whom sshd finds"
+
+
 def test_its_labels_are_what_is_in_it(builder: Engine, image: str):
     labels = json.loads(builder.docker("inspect", "--format", "{{json .Config.Labels}}", image).stdout)
     assert labels[compat.PYTHON] == "3.11"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Pod:
     def __init__(self, seen: Json) -> None:
         about, self._spec, self._status = seen["metadata"], seen["spec"], seen.get("status", {})
         self.name, self.uid, self.made_at = about["name"], about["uid"], stamp(about["creationTimestamp"])
-        self.rank = int(about.get("labels", {}).get(manifest.INDEX) or about["annotations"][manifest.INDEX])
+        self.rank = int(about["annotations"][manifest.INDEX])
+        self._ends_by: float = json.loads(about["annotations"][manifest.ABOUT])["ends_by"]
         self.version: str = about["resourceVersion"]
         self.finalizers: list[str] = about.get("finalizers", [])
         self.node: str = self._spec.get("nodeName", "")
@@ -62,9 +64,10 @@ class Pod:
 
     @property
     def hard_cap_at(self) -> float:
-        """UNIX seconds; 0: it has not started."""
+        """UNIX seconds; 0: it has not started. One that has waited long ends by the gang's own end."""
         began = self._status.get("startTime")
-        return stamp(began) + self._spec["activeDeadlineSeconds"] if began else 0.0
+        own = stamp(began) + self._spec["activeDeadlineSeconds"] if began else 0.0
+        return min(own, self._ends_by or own)
 
     @property
     def latest_end(self) -> float:

@@ -93,7 +93,7 @@ def stone(token: str, labels: Mapping[str, str], annotations: Mapping[str, str])
 def about(request: FleetRequest, token: str) -> Json:
     """What Job and pods carry: whose they are."""
     said = {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
-    said["nodes"] = request.requirements.nodes
+    said |= {"nodes": request.requirements.nodes, "ends_by": request.ends_by}
     labels = {"app.kubernetes.io/managed-by": "mgpu", OWNER: labelled(request.owner), TOKEN: token}
     return {"labels": labels, "annotations": {ABOUT: json.dumps(said)}}
 

@@ -240,10 +240,13 @@ def test_quantities():
 # --- phases
 
 
-def seen(*, began: bool = True, node: str = "n1", going: float | None = None, **status: Any) -> Pod:
+def seen(*, began: bool = True, node: str = "n1", going: float | None = None, ends_by: float = 0, **status: Any) -> Pod:
     """A pod that was deleted `going` seconds ago, its grace of 60 s included."""
     about: dict[str, Any] = {"name": "p", "uid": "u", "creationTimestamp": STAMP, "resourceVersion": "1"}
-    about |= {"labels": {manifest.INDEX: "0"}, "finalizers": [manifest.ENDED]}
+    about |= {
+        "annotations": {manifest.INDEX: "0", manifest.ABOUT: json.dumps({"ends_by": ends_by})},
+        "finalizers": [manifest.ENDED],
+    }
     if going is not None:
         about |= {"deletionTimestamp": _stamp(NOW + 60 - going), "deletionGracePeriodSeconds": 60}
     spec = {"nodeName": node, "activeDeadlineSeconds": 600, "terminationGracePeriodSeconds": 60}
@@ -299,6 +302,7 @@ def test_a_pods_clocks_begin_with_it():
     assert seen(phase="Running").hard_cap_at == NOW + 600
     assert seen(phase="Running").latest_end == NOW + 600 + 60 + 30
     assert seen(began=False).hard_cap_at == 0
+    assert seen(ends_by=NOW + 100).hard_cap_at == NOW + 100, "it has waited, and the run ends all the same"
     assert seen(began=False).latest_end == float("inf"), "its node may begin with it at any time"
 
 
