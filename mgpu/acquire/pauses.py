@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -35,14 +34,14 @@ class Backoff:
         return pause
 
 
-def patiently(ask: Callable[[], _T], limit_s: float, cancelled: threading.Event) -> _T:
+def patiently(ask: Callable[[], _T], limit_s: float, cancelled: Callable[[float], bool]) -> _T:
     """The answer; asked for again while the provider is busy or does not answer, for so long at most. Raises what `ask`
-    raises; `cancelled` ends the patience."""
+    raises; `cancelled` waits for so many seconds, and is true where the patience is to end."""
     until, trouble = time.monotonic() + limit_s, Backoff()
     while True:
         try:
             return ask()
         except (RateLimited, Transient) as error:
             pause = trouble.next(error)
-            if time.monotonic() + pause > until or cancelled.wait(pause):
+            if time.monotonic() + pause > until or cancelled(pause):
                 raise

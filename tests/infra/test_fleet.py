@@ -13,12 +13,12 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import HostKeyMismatch, NoCapacity, NoOffer, RateLimited, TeardownIncomplete, Transient
+from mgpu.errors import AuthError, HostKeyMismatch, NoCapacity, NoOffer, RateLimited, TeardownIncomplete, Transient
 from mgpu.events import Event
 from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
-from mgpu.iac.types import contact, fleet
+from mgpu.iac.types import contact, fleet, generations
 from mgpu.iac.types.fleet_model import Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
@@ -849,3 +849,43 @@ def test_a_guard_stays_where_its_fleet_has_another_provider_and_looks_at_both_in
     with pytest.raises(Transient, match="fake"):
         handler.delete(call, resource_id, back)
     assert asked == ["fake {'a': 'b'}", "other {}"]
+
+
+def test_machines_of_a_create_that_was_cut_off_are_what_the_plan_lacks(here, wire, fake, monkeypatch, tmp_path):
+    """Its own gang has taken the last ones: they are ended, and asked for again."""
+    inputs, whole = wire.inputs(here, WANTED), fake.offers
+    call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
+    begun = {"fleet": "another", "generation": 9, "offer": {"provider": fake.name}}
+    generations.open_journal(tmp_path, inputs["name"]).append("intent", token="t", **begun)
+    asked = list[int]()
+
+    def sold_out(requirements: Requirements) -> Offers:
+        asked.append(1)
+        found = whole(requirements)
+        return found if len(asked) > 1 else found.model_copy(update={"offers": ()})
+
+    monkeypatch.setattr(fake, "offers", sold_out)
+    monkeypatch.setattr("mgpu.iac.types.fleet.sweep", lambda *_: generations.swept(
+        tmp_path, inputs["name"], generations.begun(tmp_path, inputs["name"])
+    ))  # fmt: skip
+    _, made = fleet.FleetHandler(Timeouts()).create(call, inputs)
+    assert (len(made["machines"]), len(asked)) == (WANTED["nodes"], 2)
+
+
+def test_a_guard_does_not_need_an_earlier_provider_that_was_asked_for_nothing(wire, here, guard, monkeypatch, tmp_path):
+    _, resource_id, state = guard
+    said = list[Event]()
+    call = Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), False)
+    old = {**state, "earlier": [{"provider": "other", "options": {}}]}
+
+    def swept(_, provider, *__):
+        if provider == "other":
+            raise AuthError("the key has expired")
+
+    monkeypatch.setattr("mgpu.iac.types.guard.registry.get", lambda name, options: name)
+    monkeypatch.setattr("mgpu.iac.types.guard.sweep", swept)
+    FleetGuardHandler(Timeouts()).delete(call, resource_id, old)
+    assert "the key has expired" in str(said)
+    generations.open_journal(tmp_path, state["fleet"]).append("intent", token="t", offer={"provider": "other"})
+    with pytest.raises(AuthError):
+        FleetGuardHandler(Timeouts()).delete(call, resource_id, old)

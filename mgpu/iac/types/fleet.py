@@ -27,7 +27,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import acquire
 from mgpu.acquire import Acquired, Terms, fit
 from mgpu.acquire.fit import Machines
-from mgpu.errors import Conflict, InputError, MgpuError, StackError
+from mgpu.errors import Conflict, InputError, MgpuError, NoOffer, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
@@ -79,9 +79,14 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
-        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
-        if self._ranked_up_to:
-            plan = rank.up_to(plan, rank.Rank.of(self._ranked_up_to))
+        try:
+            plan = self._planned(call, provider, wanted)
+        except NoOffer:
+            if not generations.begun(call.settings.state_dir, wanted.name):
+                raise
+            # what a create that was cut off has made may be what is missing now
+            sweep(call, provider, wanted.owner, wanted.name, self._timeouts)
+            plan = self._planned(call, provider, wanted)
         cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
         terms["max_usd"] = self._max_usd
@@ -92,6 +97,10 @@ class FleetHandler:
 
         made = self._search(call, provider, wanted, rent)
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+
+    def _planned(self, call: Call, provider: Provider, wanted: FleetInputs) -> Plan:
+        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+        return rank.up_to(plan, rank.Rank.of(self._ranked_up_to)) if self._ranked_up_to else plan
 
     def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """The machines as the provider sees them now; gone only when it says of every one that it is terminated, and
@@ -189,7 +198,9 @@ class FleetHandler:
 
     def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
         """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
-        return acquire.patiently(lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled)
+        return acquire.patiently(
+            lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled.wait
+        )
 
     def _cap_s(self, wanted: FleetInputs) -> float:
         """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""

@@ -12,10 +12,12 @@ from typing import Any
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import MgpuError
+from mgpu.errors import MgpuError, TeardownIncomplete
+from mgpu.events import Warned
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN
+from mgpu.iac.types import generations
 from mgpu.iac.types.sweep import sweep
 from mgpu.providers import registry
 
@@ -68,14 +70,21 @@ class FleetGuardHandler:
 
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
         """Ends everything that its providers list under this fleet and owner. Raises what the first one raises, when
-        all of them were looked at."""
+        all of them were looked at; an earlier one that cannot be asked is told, where nothing that it was asked for is
+        open."""
         failures = list[MgpuError]()
-        for each in (_seller(old), *old.get("earlier", ())):
+        open_at = {each.provider for each in generations.begun(call.settings.state_dir, old["fleet"])}
+        for place, each in enumerate((_seller(old), *old.get("earlier", ()))):
             try:
                 provider = registry.get(each["provider"], each["options"])
                 sweep(call, provider, old["owner"], old["fleet"], self._timeouts)
-            except MgpuError as error:
+            except TeardownIncomplete as error:
                 failures.append(error)
+            except MgpuError as error:
+                if place and not open_at & {"", each["provider"]}:
+                    call.emit(Warned(f"{each['provider']}, where the fleet was before, cannot be asked: {error.what}"))
+                else:
+                    failures.append(error)
         if failures:
             raise failures[0]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -14,7 +15,9 @@ from mgpu import acquire, paths
 from mgpu.backend.owner import owner
 from mgpu.context import Context
 from mgpu.errors import (
+    AmbiguousCreate,
     BidTooLow,
+    CleanupFailed,
     InputError,
     MgpuError,
     NoCapacity,
@@ -38,7 +41,7 @@ from mgpu.run.fleet.teardown import Seller, give_back
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, every, find, write
+from mgpu.run.record.record import Record, State, every, find, write
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import installed
@@ -64,7 +67,7 @@ def stack_of(record: Record, context: Context) -> Stack:
     base = Path(record.project_base)
     sellers = record.candidates or {record.provider: record.options}
     stack = open_stack(project, record.stack, folder.run_file, log_dir, context, base, sellers)
-    if record.candidates:
+    if record.candidates and record.own_stack:
         stack.choose(record.provider)
     return stack
 
@@ -134,36 +137,46 @@ def move(session: Session, stack: Stack, make: Callable[[Session, Stack], StackO
 
 
 def bring_up_anywhere(session: Session, stack: Stack, turns: Callable[[], Sequence[Turn]]) -> StackOutput:
-    """As `bring_up`, at the first of several providers that has machines. The one that a supervisor was asking when it
-    died is asked first: machines that it has made there are found.
+    """As `bring_up`, at the first of several providers that has machines. Where a supervisor died, the one that it was
+    asking, or whose machines it had, is asked first: those are found.
 
     Raises:
         ProviderError, InputError: none of them has; what time may mend, where one said so.
     """
     record, refusals = session.record, list[MgpuError]()
-    for turn in [Turn(record.asking)] * bool(record.asking) + [*turns()]:
+    stands = record.provider if record.fleet and record.state is State.PROVISIONING else ""
+    first = record.asking or stands
+    for turn in chain([Turn(first)] * bool(first), _later(turns)):
+        new = turn.provider not in record.asked
         record.goes_to(turn.provider)
         session.save()  # whoever ends the run looks for its machines there
         stack.choose(turn.provider)
         try:
-            fleet = bring_up(session, stack, up_to=turn.up_to)
+            return bring_up(session, stack, up_to=turn.up_to)
         except InUse:
             raise
         except (ProviderError, InputError) as error:
+            if isinstance(error, AmbiguousCreate | CleanupFailed) or (first and not _hopeless(error) < len(_MENDED)):
+                raise  # something may be there: nothing is asked for beside it
             refusals.append(error)
             session.emit(Note(f"{turn.provider}: {error.what}"))
-            record.asking = ""
-            continue
-        record.asking = ""
-        session.save()
-        return fleet
+            first = record.asking = ""
+            if new:  # it has made nothing: its answer is not needed in the end
+                record.asked.remove(turn.provider)
     raise min(refusals, key=_hopeless)
+
+
+def _later(turns: Callable[[], Sequence[Turn]]) -> Iterator[Turn]:
+    """Not asked for before they are needed."""
+    yield from turns()
+
+
+_MENDED = (NoCapacity | BidTooLow, QuotaExceeded, NoOffer)  # by time, the sooner the further in front
 
 
 def _hopeless(refusal: MgpuError) -> int:
     """The less, the likelier time mends it."""
-    kinds = (NoCapacity | BidTooLow, QuotaExceeded, NoOffer)
-    return next((place for place, kind in enumerate(kinds) if isinstance(refusal, kind)), len(kinds))
+    return next((place for place, kind in enumerate(_MENDED) if isinstance(refusal, kind)), len(_MENDED))
 
 
 def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: Rank | None = None) -> StackOutput:
@@ -206,6 +219,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         record.month_usd = month_usd and record.spent_usd(time.time()) + month_usd
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
     record.costs(fleet.generation, fleet.machines_usd_per_hour, fleet.made_at or time.time(), fleet.other_usd_per_hour)
+    record.asking = ""
     if record.under_repair is not None:
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()

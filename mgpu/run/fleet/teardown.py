@@ -55,8 +55,10 @@ def give_back(
     for seller in sellers:
         try:
             left += _swept(seller(), owner, names, timeouts, emit)
-        except (ProviderError, InputError) as error:  # the others are looked at all the same
+        except (ProviderError, InputError, TeardownIncomplete) as error:  # the others are looked at all the same
             unseen.append(error)
+    if unseen and isinstance(unseen[0], TeardownIncomplete):
+        raise unseen[0]
     if unseen:
         raise TeardownIncomplete(
             f"fleet {', '.join(sorted(names))} may still be billed: the provider cannot be asked",

@@ -28,6 +28,7 @@ from mgpu.errors import (
 )
 from mgpu.events import Emit, Note, RunEnded, RunEvent, RunRegressed, Warned
 from mgpu.iac.engine.stack import Stack
+from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
 from mgpu.run.fleet.stack import InUse, give_back_fleet, sellers_of
 from mgpu.run.record import checks, shared
@@ -165,16 +166,18 @@ def revoke_store(record: Record, emit: Emit) -> None:
     ends nothing: such rights open that run's place alone, to machines that know its secret."""
     if not record.store_granted:
         return
-    failed = False
-    for seller in sellers_of(record):
+    failed = list[str]()
+    known = record.sellers
+    for name in record.granted_by or known:
         try:
-            provider = seller()
+            provider = registry.get(name, known.get(name, record.candidates.get(name)))
             if isinstance(provider, StoreRole):
                 provider.revoke_store(record.run_id)
         except MgpuError as error:
-            failed, again = True, f"`mgpu down {record.run_id}` tries again"
+            failed.append(name)
+            again = f"`mgpu down {record.run_id}` tries again"
             emit(Warned(f"the rights of run {record.run_id} in its store stay: {error.what}; {again}"))
-    record.store_granted = failed
+    record.store_granted, record.granted_by = bool(failed), failed
 
 
 class _Bug(MgpuError):

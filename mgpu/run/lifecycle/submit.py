@@ -32,6 +32,7 @@ from mgpu.run.record import checks, files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, every, find, load, of_json, opening, save
 from mgpu.spec.load import loads, require_files, text_of
+from mgpu.spec.model import ANY
 
 
 def submit(
@@ -179,9 +180,10 @@ def _record(
     image: Settled | None,
 ) -> Record:
     spec, run_id = request.spec, request.run_id
-    names = (fleet.provider,) if fleet else sellers(spec)
+    names = sellers(spec)
     settings = {name: dict(rank.requirements(spec.of(name)).provider_options) for name in names}
-    needed = rank.requirements(spec.of(names[0]))
+    provider = fleet.provider if fleet else names[0]
+    needed = rank.requirements(spec.of(provider))
     stack_name = stack or new_stack_name(run_id, resume)
     project = project_of(run_file)
     record = Record(
@@ -193,9 +195,9 @@ def _record(
         stack=stack_name,
         own_stack=stack is None,
         fleet_name=fleet_name(project_name(project), stack_name),
-        provider=names[0],
-        options=dict(fleet.options if fleet else settings[names[0]]),
-        candidates={name: settings[name] for name in names if len(names) > 1},
+        provider=provider,
+        options=dict(fleet.options if fleet else settings[provider]),
+        candidates=settings if len(names) > 1 or ANY in spec.providers else {},
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],

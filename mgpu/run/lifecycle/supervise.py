@@ -8,7 +8,6 @@ supervisor may have had in mind. All that it needs has an absolute path in the r
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +53,8 @@ from mgpu.run.supervision.supervisor import Ended
 from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 from mgpu.words import count
+
+_GRANT_S = 120.0  # that a provider may take to give machines their rights in the store
 
 
 @contextmanager
@@ -198,8 +199,7 @@ class _Run:
     def _goes_to(self, provider: str) -> None:
         """Of several that it may have machines of, without that it is asked for any."""
         if self.record.candidates:
-            self.record.goes_to(provider)
-            self.record.asking = ""
+            self.record.provider, self.record.options = provider, self.record.candidates[provider]
 
     def _begin(self) -> Ended:
         return self._made()()
@@ -240,9 +240,10 @@ class _Run:
         if self.record.candidates and self.record.fleet is None:
             require_all_secrets(request, os.environ, self.session.emit)
             return env_secrets(request, os.environ)
-        _remember_grants(self.session, store_keys(request, os.environ, provider))
+        whose = str((self.record.fleet or {}).get("provider", self.record.provider))
+        _remember_grants(self.session, store_keys(request, os.environ, provider), whose)
         secrets = secrets_of(request, os.environ, provider)
-        self.session.stores[self.record.provider] = secrets.store
+        self.session.stores[whose] = secrets.store
         return secrets
 
     def _begun(self, request: Request, secrets: Secrets) -> Ended:
@@ -383,10 +384,12 @@ class _Run:
         return resolve(self.spec, record.run_id, base, store=store, timeouts=self.session.timeouts)
 
 
-def _remember_grants(session: Session, keys: StoreKeys) -> None:
+def _remember_grants(session: Session, keys: StoreKeys, provider: str) -> None:
     """Before they are made: whoever ends the run takes them away."""
-    if keys.grants and not session.record.store_granted:
-        session.record.store_granted = True
+    record = session.record
+    if keys.grants and not (record.store_granted and provider in record.granted_by):
+        record.store_granted = True
+        record.granted_by.append(provider)
         session.save()
 
 
@@ -412,9 +415,17 @@ def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
     """A fleet, wherever the run file allows. Raises what `bring_up` raises."""
     if len(spec.candidates) == 1:
         return bring_up(session, stack)
-    ended = threading.Event()  # who asks for the end waits for no provider that is busy
-    patience_s = session.timeouts.provision_s
-    return bring_up_anywhere(session, stack, lambda: turns(patiently(lambda: on_sale.plan(spec), patience_s, ended)))
+    plan = partial(patiently, lambda: on_sale.plan(spec), session.timeouts.provision_s, partial(_paused, session))
+    return bring_up_anywhere(session, stack, lambda: turns(plan()))
+
+
+def _paused(session: Session, seconds: float) -> bool:
+    """Waits; who asks for the end meanwhile waits for no provider that is busy. Raises what `check` raises."""
+    until = time.monotonic() + seconds
+    while (left_s := until - time.monotonic()) > 0:
+        session.check()
+        time.sleep(min(1.0, left_s))
+    return False
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -432,7 +443,7 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     provider = provider_of(fleet)
     request = _with_image(session, replace(request, spec=request.spec.of(fleet.provider)), fleet)
     keys = store_keys(request, os.environ, provider)
-    _remember_grants(session, keys)
+    _remember_grants(session, keys, fleet.provider)
     return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys, fleet.provider), keys)
 
 
@@ -452,7 +463,7 @@ def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys, provider:
     """With the store's credentials as they are now: a later attempt may begin hours after they were read first. Where
     there are none now, nodes get those that nodes of this provider had before; if none had, the error is raised."""
     try:
-        session.stores[provider] = keys.now()
+        session.stores[provider] = patiently(keys.now, _GRANT_S, partial(_paused, session))
     except (InputError, ProviderError) as error:
         if provider not in session.stores:
             raise
@@ -463,7 +474,8 @@ def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys, provider:
 def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
     """What the run file's `recovery` allows; a fleet that is not mgpu's is not ours to repair."""
     recovery, record = request.spec.recovery, session.record
-    spec = request.spec.of(record.provider) if record.kept_by else request.spec  # the stack is of another run's file
+    # a stack that is not the run's own was made by another run file
+    spec = request.spec if record.own_stack else request.spec.of(record.provider)
     anew = partial(_made_anew, spec)
     ours = session.record.fleet_output().owner
     return Attempts(

@@ -183,6 +183,7 @@ class Record:
     store_granted: bool = (
         False  # the provider was asked to give its machines rights there, and they were not taken away
     )
+    granted_by: list[str] = field(default_factory=list)  # the providers that were; empty: those of its machines
     step: int = -1
     steps: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the newest values, by the program's own names

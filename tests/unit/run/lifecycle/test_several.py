@@ -5,16 +5,27 @@ from __future__ import annotations
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
 
-from mgpu.errors import AuthError, InputError, NoCapacity, NoOffer, TeardownIncomplete, Transient
+from mgpu.errors import (
+    AmbiguousCreate,
+    AuthError,
+    InputError,
+    Interrupted,
+    NoCapacity,
+    NoOffer,
+    TeardownIncomplete,
+    Transient,
+)
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
 from mgpu.run.fleet import inventory
 from mgpu.run.job import on_sale
-from mgpu.run.lifecycle import attach, down
+from mgpu.run.lifecycle import attach, down, supervise
+from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State
+from mgpu.run.record.session import Session
 
 RUN_FILE = """
 name: it
@@ -70,7 +81,7 @@ def test_whoever_has_none_is_left_and_the_run_is_the_others(project, clouds):
     project.world.hooks["up at aws"] = SOLD_OUT
     outcome = project.launch()
     assert outcome.record.state is State.SUCCEEDED
-    assert (outcome.record.provider, outcome.record.asked) == ("slurm", ["aws", "slurm"])
+    assert (outcome.record.provider, outcome.record.asked) == ("slurm", ["slurm"]), "nothing is left at the other"
     assert outcome.record.spending[0].provider == "slurm"
     project.nothing_is_left()
 
@@ -240,3 +251,53 @@ def test_a_limit_by_the_hour_counts_the_dearest_of_all_and_whoever_does_not_answ
         on_sale.dearest_usd_per_hour(spec)
     clouds["slurm"].refuses["offers"] = [AuthError("no credentials")]
     assert on_sale.dearest_usd_per_hour(spec) == 9.0
+
+
+def test_any_that_is_one_alone_is_chosen_too(project, clouds, world, monkeypatch):
+    monkeypatch.setattr(on_sale, "_set_up", lambda name: name == "slurm")
+    spec = project.spec()
+    text = world.run_file.read_text().replace("[aws, slurm]", "any")
+    world.run_file.write_text(text)
+    outcome = runs.launch(world.run_file, spec.model_copy(update={"providers": ("any",)}), project.context)
+    assert (outcome.record.state, ups(world)) == (State.SUCCEEDED, ["slurm"])
+
+
+def test_a_fleet_that_is_known_is_kept_by_a_takeover_before_the_training(project, clouds, world):
+    project.spec()
+    found = world.record("run-1", candidates={"aws": {}, "slurm": {}})
+    found.goes_to("slurm")
+    handle = clouds["slurm"].rent("mine-run-1")
+    world.stacks["run-1"] = world.output(handle, "slurm")
+    found.fleet, found.asking = world.stacks["run-1"].model_dump(mode="json"), ""
+    record.save(found)
+    Folder("run-1").make()
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    clouds["aws"].refuses["offers"] = [AuthError("nobody is asked")]
+    outcome = attach.attach(found, project.context)
+    assert outcome is not None
+    assert (outcome.record.state, ups(world)) == (State.SUCCEEDED, ["slurm"])
+
+
+def test_what_may_have_been_made_ends_the_search(project, clouds):
+    project.world.hooks["up at aws"] = AmbiguousCreate("its answer was lost")
+    outcome = project.launch()
+    assert (outcome.record.state, ups(project.world)) == (State.FAILED, ["aws"])
+    assert outcome.record.asked == ["aws"], "where it is looked for in the end"
+
+
+def test_the_nodes_of_the_next_provider_never_get_the_keys_of_the_one_before(project, clouds, world):
+    """A supervisor takes over in the middle of a move: the fleet is the old one's still."""
+    project.left_behind(candidates={"aws": {}, "slurm": {}}, provider="slurm")
+    found = record.load("run-1")
+    found.fleet = world.output(clouds["aws"].rent("mine-run-1"), "aws").model_dump(mode="json")
+    session = Session(found, world.events.append, world.timeouts)
+    run = supervise._Run(session, project.context, None, submitted=False)
+    run._secrets(run._request(found.fleet_output()), run._provider())
+    assert list(session.stores) == ["aws"]
+
+
+def test_who_asks_for_the_end_waits_for_no_provider_that_is_silent(project, clouds, world):
+    session = Session(project.left_behind(), world.events.append, world.timeouts)
+    Folder("run-1").stop.touch()
+    with pytest.raises(Interrupted):
+        supervise._paused(session, 600)
