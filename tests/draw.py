@@ -45,7 +45,7 @@ SLOW_S, QUICK_S = 0.25, 0.15  # a test gets onto the list at the first, and off 
 WORTH = 1.5  # lines and branches that a slow test has to pass alone, for each of its seconds, to be run always
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
-    "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
+    "tests/contract/": ("mgpu/providers", "mgpu/testing", "train/mgpu_train/store"),
     "tests/contract/test_kube.py": ("tests/fakes/kube", "scripts/setup-kube.sh"),
     "tests/contract/test_kubernetes.py": ("mgpu/providers/kubernetes",),
     "tests/contract/test_hosts.py": ("mgpu/providers/hosts",),

@@ -23,9 +23,10 @@ class Machines:
     choice: bool = False
 
     @classmethod
-    def on_offer(cls, provider: Provider, plan: Plan) -> Machines:
+    def on_offer(cls, provider: Provider | None, plan: Plan) -> Machines:
         """Those that a plan may take: all of their GPUs where the requirements name these, else one is enough; the
-        driver where offers may be taken, the best one's region first."""
+        driver where offers may be taken, the best one's region first. With offers of several `provider` is None: each
+        has a driver of its own, which is looked at when it is asked for machines."""
         gpus = dict.fromkeys(offer.gpu for offer in plan.offers if offer.gpu)
         regions = tuple(dict.fromkeys(offer.region for offer in plan.offers))
         facts = provider if isinstance(provider, DriverFacts) else None

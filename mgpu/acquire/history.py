@@ -19,12 +19,16 @@ class Begun:
 
 
 def history(journal: Journal, request: FleetRequest) -> tuple[list[Begun], set[str]]:
-    """Intents of this generation without an end, which a process that died may have carried out; tokens undone."""
+    """Intents of this generation without an end, which a process that died may have carried out; tokens undone. Those
+    of another provider, where the fleet was to be before, are that one's: its sweep ends what came of them."""
+    provider = request.requirements.provider
     begun: dict[str, Begun] = {}
     spent: set[str] = set()
     for entry in journals.read(journal.path):
         if entry["kind"] == "intent" and (entry["fleet"], entry["generation"]) == (request.fleet, request.generation):
             intent = Intent.model_validate({name: entry[name] for name in Intent.model_fields})
+            if intent.offer.provider != provider:
+                continue
             begun[intent.token] = Begun(intent, entry["at"], entry.get("hard_cap_s", request.hard_cap_s))
         elif entry["kind"] == "undone":
             begun.pop(entry["token"], None)

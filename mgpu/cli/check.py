@@ -25,26 +25,28 @@ _MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 @click.option("--on-node", metavar="RUN", help="Ask the machines of this run instead: driver, GPUs, Docker, image.")
 @parameters.json_option
 def check(provider: str | None, run_file: Path | None, profile: str | None, on_node: str | None, as_json: bool) -> int:
-    """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its provider.
+    """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its providers.
 
     Rents and changes nothing. Exit code 3 where something is missing that a run cannot do without.
     """
     from mgpu.providers import registry
+    from mgpu.spec.provider import entry
 
     console = Console(as_json=as_json)
     if on_node is not None:
         if provider or profile:
             raise InputError("--on-node goes with nothing else", "The run says whose machines they are.")
         return _on_node(console, on_node)
-    needed = _needed(provider, run_file)
-    options = dict(needed.provider_options) if needed else {}
-    name = provider or (needed.provider if needed else "")
-    if profile:
-        options = agreement.with_profile(name, options, profile, "Leave it out.")
-        needed = needed.model_copy(update={"provider_options": options}) if needed else None
-    with console.waiting(f"asking {name}"):
-        found = (*_findings(registry.get(name, options), needed), _engine())
-    return _told(console, found)
+    found: list[Finding] = []
+    sellers = _needed(provider, run_file)
+    for name, needed in sellers.items():
+        options = dict(needed.provider_options) if needed else {}
+        if profile and (len(sellers) == 1 or "profile" in entry(name).options.model_fields):
+            options = agreement.with_profile(name, options, profile, "Leave it out.")
+            needed = needed.model_copy(update={"provider_options": options}) if needed else None
+        with console.waiting(f"asking {name}"):
+            found += _findings(registry.get(name, options), needed)
+    return _told(console, (*found, _engine()))
 
 
 def _findings(provider: Provider, needed: Requirements | None) -> tuple[Finding, ...]:
@@ -83,22 +85,24 @@ def _told(console: Console, found: tuple[Finding, ...]) -> int:
     return ProviderError.exit_code if any(each.status == "failed" for each in found) else 0
 
 
-def _needed(provider: str | None, run_file: Path | None) -> Requirements | None:
-    """What the run file asks for; None: there is none, and the provider alone is looked at."""
+def _needed(provider: str | None, run_file: Path | None) -> dict[str, Requirements | None]:
+    """The providers to look at, and what the run file asks of each; None: there is none, or it does not name it."""
     from mgpu.plan import rank
+    from mgpu.run.job import on_sale
     from mgpu.spec.load import load
 
     path = run_file or Path(wiring.RUN_FILE)
     if run_file is None and provider and not path.exists():
-        return None
-    needed = rank.requirements(load(path))
-    if provider in (None, needed.provider):
-        return needed
+        return {provider: None}
+    spec = load(path)
+    if provider is None:
+        return {name: rank.requirements(spec.of(name)) for name in on_sale.sellers(spec)}
+    if provider in spec.candidates:
+        return {provider: rank.requirements(spec.of(provider))}
     if run_file is None:
-        return None  # this folder's run file is for another provider
-    raise InputError(
-        f"{path} is for provider {needed.provider}, not for {provider}", "", f"`mgpu check {needed.provider} {path}`"
-    )
+        return {provider: None}  # this folder's run file is for another provider
+    names = ", ".join(spec.candidates)
+    raise InputError(f"{path} is for provider {names}, not for {provider}", "", f"`mgpu check {spec.provider} {path}`")
 
 
 def _engine() -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -11,7 +12,7 @@ import click
 from mgpu.cli import complete
 from mgpu.cli.common import agreement, parameters
 from mgpu.console import Console
-from mgpu.errors import InputError, NoOffer
+from mgpu.errors import InputError, NoOffer, ProviderError
 from mgpu.words import count
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def offers(
     asked = [seller for seller in sellers if refresh and (provider or seller.configured())]
     partly = [_refresh(console, seller) for seller in asked]
     wanted = _Wanted(gpu, gpus, regions, market)
-    missed: list[str] = []  # what providers say who have nothing
-    found = [offer for seller in sellers for offer in _on_sale(console, seller, wanted, None if provider else missed)]
+    others = None if provider else _Others()
+    found = [offer for seller in sellers for offer in _on_sale(console, seller, wanted, others)]
+    partly += [others.silent] if others else []
     if as_json:
         from mgpu.cli import results
 
@@ -64,9 +66,17 @@ def offers(
         _show(console, found)
     else:
         console.prose("nothing on sale meets this")
-        for each in missed:
+        for each in others.missed if others else ():
             console.say(each)
     return NoOffer.exit_code if any(partly) or not found else 0
+
+
+@dataclass
+class _Others:
+    """Of several providers: what those say who have nothing, and whether one that is set up does not answer."""
+
+    missed: list[str] = field(default_factory=list)
+    silent: bool = False
 
 
 class _Wanted(NamedTuple):
@@ -121,8 +131,8 @@ def _refresh(console: Console, seller: Provider) -> bool:
     return bool(done.failed)
 
 
-def _on_sale(console: Console, seller: Provider, wanted: _Wanted, missed: list[str] | None) -> list[Offer]:
-    """What one sells. `missed`: it is one of several, and says there why it has nothing; None: it was named."""
+def _on_sale(console: Console, seller: Provider, wanted: _Wanted, others: _Others | None) -> list[Offer]:
+    """What one sells. `others`: it is one of several, and says there why it has nothing; None: it was named."""
     from mgpu.plan.model import Requirements
 
     needed = Requirements(
@@ -136,14 +146,18 @@ def _on_sale(console: Console, seller: Provider, wanted: _Wanted, missed: list[s
     needed = needed.model_copy(update={"gpu": wanted.gpu, "gpus_per_node": wanted.gpus or 0, "regions": wanted.regions})
     try:
         answer = seller.offers(needed)
-    except (InputError, NoOffer) as error:
-        if missed is None:
+    except (InputError, ProviderError) as error:
+        if others is None:
             raise
-        missed.append(f"{seller.name}: {error.why}")
+        if isinstance(error, (InputError, NoOffer)) or not seller.configured():
+            others.missed.append(f"{seller.name}: {error.why or error.what}")
+        else:
+            console.say(f"warning: {error.what}" + (f": {error.why}" if error.why else ""), "yellow")
+            others.silent = True
         return []  # what one provider has not, another may have
     for note in answer.notes:
         console.say(f"note: {note}")
-    if missed is None and answer.source:
+    if others is None and answer.source:
         console.say(f"source: {answer.source}", "dim")
     return [offer for offer in answer.offers if wanted.meets(offer)]
 

@@ -62,9 +62,10 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     nodes = decided.requirements.nodes
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
     rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_REFUSED]]
-    columns = ("", "machine", "GPUs", "market", "where", "$/h a node", f"$/h all {nodes}", "why not")
-    last = None if decided.refused else -1
-    console.table(columns[:last], [row[:last] for row in rows], spare=("$/h a node", "GPUs", "where"))
+    columns = ("", "provider", "machine", "GPUs", "market", "where", "$/h a node", f"$/h all {nodes}", "why not")
+    without = [1] * (len(spec.candidates) == 1) + [len(columns) - 1] * (not decided.refused)
+    shown = [[cell for place, cell in enumerate(row) if place not in without] for row in (columns, *rows)]
+    console.table(shown[0], shown[1:], spare=("$/h a node", "GPUs", "where"))
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
@@ -119,6 +120,7 @@ def _words(image: Looked | None) -> dict[str, str | bool | None] | None:
 def _row(word: str, offer: Offer, nodes: int, reason: str = "") -> tuple[str, ...]:
     return (
         word,
+        offer.provider,
         offer.instance_type,
         f"{offer.gpus} x {offer.gpu}" if offer.gpu else "none",
         offer.market,

@@ -32,6 +32,10 @@ HARD_CAP = "MGPU_HARD_CAP_AT"
 MAX_USD = "MGPU_MAX_USD"
 """Tells the plugin what a fleet that is made anew may cost, in US dollars."""
 
+RANKED_UP_TO = "MGPU_RANKED_UP_TO"
+"""Tells the plugin up to which rank (`mgpu.plan.rank.Rank`, as a list in JSON) the offers are of a fleet that is made:
+those of another provider follow there."""
+
 IMAGE = "MGPU_IMAGE"
 """Tells the plugin which image the run that wants a fleet has settled on, repository@sha256:...: no other is built."""
 

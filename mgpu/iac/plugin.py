@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.iac import tokens
-from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD
+from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO
 from mgpu.iac.protocol.handler import Handler
 from mgpu.iac.protocol.servicer import Servicer, serve
 
@@ -23,10 +24,19 @@ class Handlers(Mapping[str, Handler]):
     """Every resource type's, made when it is first asked for: the engine starts the plug-in for each operation, and
     what the types import that a stack does not have is most of what a start would take."""
 
-    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0) -> None:
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        hard_cap_at: float = 0.0,
+        image: str = "",
+        max_usd: float = 0.0,
+        ranked_up_to: Sequence[float] = (),
+    ) -> None:
         """A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say) and before it costs more than `max_usd`
-        (0: no limit), and runs `image`, repository@sha256:... (none: as inputs say)."""
+        (0: no limit), is of an offer that is `ranked_up_to` this (empty: any), and runs `image`,
+        repository@sha256:... (none: as inputs say)."""
         self._timeouts, self._hard_cap_at, self._image, self._max_usd = timeouts, hard_cap_at, image, max_usd
+        self._ranked_up_to = ranked_up_to
         self._makers: dict[str, Callable[[], Handler]] = {
             tokens.SSH_KEY: self._ssh_key,
             tokens.IMAGE: self._image_handler,
@@ -71,7 +81,7 @@ class Handlers(Mapping[str, Handler]):
     def _fleet(self) -> Handler:
         from mgpu.iac.types.fleet import FleetHandler
 
-        return FleetHandler(self._timeouts, self._hard_cap_at, self._max_usd)
+        return FleetHandler(self._timeouts, self._hard_cap_at, self._max_usd, self._ranked_up_to)
 
     def _aws(self, token: str) -> Handler:
         from mgpu.iac.aws.handler import AwsHandler
@@ -90,7 +100,9 @@ def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     hard_cap_at, max_usd = (float(os.environ.get(name) or 0) for name in (HARD_CAP, MAX_USD))
-    known = Handlers(Timeouts.of_environment(os.environ), hard_cap_at, os.environ.get(IMAGE, ""), max_usd)
+    ranked_up_to = json.loads(os.environ.get(RANKED_UP_TO) or "[]")
+    times, image = Timeouts.of_environment(os.environ), os.environ.get(IMAGE, "")
+    known = Handlers(times, hard_cap_at, image, max_usd, ranked_up_to)
     server, port = serve(Servicer(known, _schema, engine, tokens.AWS_CONFIG))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()

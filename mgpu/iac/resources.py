@@ -24,7 +24,7 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
 from mgpu.spec.load import load, loads
-from mgpu.spec.model import RunSpec
+from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.provider import starts_from_image
 
 FLEET_OUTPUTS = (
@@ -42,19 +42,24 @@ _OF_OTHERS = ("ssh_public_key", "ssh_private_key_file", "image_labels", "image")
 
 def run_spec() -> RunSpec:
     """The run file of this stack: `pulumi config set mgpu:runFile FILE`, by default `mgpu.yaml` beside Pulumi.yaml.
+    Of several providers it names the one that `mgpu:provider` says, by default the first.
 
     Raises:
         pulumi.RunError: the file is not there, or has mistakes; ends the program without a traceback.
     """
-    path = _run_file()
-    try:
-        if pulumi.Config("mgpu").get("folder"):  # a run's own copy: what it names was looked at when it was submitted
-            return loads(path.read_text(), str(path))
-        return load(path)
+    path, config = _run_file(), pulumi.Config("mgpu")
+    try:  # of a run's own copy, what it names was looked at when it was submitted
+        spec = loads(path.read_text(), str(path)) if config.get("folder") else load(path)
     except OSError as error:
         raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
+    chosen = config.get("provider") or (spec.provider if ANY not in spec.providers else "")
+    if not chosen:
+        raise pulumi.RunError(f"{path}: provider: {ANY}: say which: `pulumi config set mgpu:provider NAME`")
+    if chosen not in spec.candidates:
+        raise pulumi.RunError(f"mgpu:provider is {chosen}, which {path} does not name: {', '.join(spec.candidates)}")
+    return spec.of(chosen)
 
 
 def _run_file() -> Path:
@@ -217,6 +222,7 @@ class FleetGuard(_Resource):
     owner: Output[str]
     provider: Output[str]
     options: Output[dict[str, str]]
+    earlier: Output[list[Any]]
 
     def __init__(
         self,
@@ -227,7 +233,7 @@ class FleetGuard(_Resource):
         options: Input[Mapping[str, str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        props = {"provider": provider, "fleet": fleet, "owner": owner, "options": options}
+        props = {"provider": provider, "fleet": fleet, "owner": owner, "options": options, "earlier": None}
         super().__init__("mgpu:index:FleetGuard", resource_name, props, opts)
 
 

@@ -74,11 +74,16 @@ _GUARDED = {
         "description": "settings of this provider",
     },
 }
+_EARLIER = {
+    "type": "array",
+    "items": _ANY,
+    "description": "providers that the fleet had before, with their settings: they are looked at, too",
+}
 _FLEET_GUARD: dict[str, Any] = {
     "description": "Goes after its fleet, and ends what a crash left outside the state.",
     "inputProperties": _GUARDED,
     "requiredInputs": ["provider"],
-    "properties": _GUARDED,
+    "properties": {**_GUARDED, "earlier": _EARLIER},
     "required": list(_GUARDED),
 }
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mgpu.spec.block import MachineKeys
+from mgpu.spec.block import MachineKeys, Word
 
 BoughtAs = Literal["spot", "on-demand"]
 
@@ -20,6 +20,7 @@ class Value(BaseModel):
 class Requirements(MachineKeys):
     """What a run needs. Only these diff in the Fleet resource; offers never do."""
 
+    provider: Word = Field(description="who rents out the machines")
     processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
     provider_options: dict[str, str] = Field(default={}, description="the run file's block of this provider, flattened")
     stores: tuple[str, ...] = Field(default=(), description="object stores that the run reads or writes, s3://...")

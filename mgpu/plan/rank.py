@@ -8,7 +8,7 @@ nothing is left the error says which key of the run file would change that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mgpu.errors import NoOffer
@@ -22,10 +22,32 @@ _FAR = 1.05  # how much dearer machines count whose region has none of the run's
 _ROUNDING = 1 + 1e-9  # three nodes at 0.1 are not above a cap of 0.3
 
 
+class Rank(NamedTuple):
+    """Of an offer: spot first, then the user's order of GPUs, then US dollars per hour and machine, weighed."""
+
+    on_demand: bool
+    preference: int
+    usd_per_hour: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Rank:
+        """One that was written as a list."""
+        on_demand, preference, usd_per_hour = values
+        return cls(bool(on_demand), int(preference), usd_per_hour)
+
+
+class Turn(NamedTuple):
+    """A provider that is asked; `up_to`: only for offers that rank up to this, because another one's follow then."""
+
+    provider: str
+    up_to: Rank | None = None
+
+
 def requirements(spec: RunSpec) -> Requirements:
     """What a run needs of its machines; nothing in it depends on what is on sale."""
     return Requirements(
         **spec.model_dump(include=set(MachineKeys.model_fields)),
+        provider=spec.provider,
         processes_per_node=spec.processes,
         provider_options=spec.options.flat() if spec.options else {},
         stores=tuple(dict.fromkeys(each for each in _stores(spec) if each.startswith("s3://"))),
@@ -72,12 +94,59 @@ def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = (
     return Plan(requirements=needed, offers=tuple(ranked), refused=asides, notes=tuple(notes))
 
 
-def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
+def merged(plans: Sequence[Plan], notes: Iterable[str] = ()) -> Plan:
+    """One plan of those of several providers for the same run; its requirements are those of the best offer. Of equals
+    the first provider's come first."""
+    order = {plan.requirements.provider: place for place, plan in enumerate(plans)}
+    ranked = sorted(
+        ((offer, plan.requirements) for plan in plans for offer in plan.offers),
+        key=lambda pair: (rank(pair[1], pair[0]), order[pair[0].provider], _rank(pair[1], pair[0])),
+    )
+    told = (f"{plan.requirements.provider}: {note}" for plan in plans for note in plan.notes)
+    return Plan(
+        requirements=ranked[0][1],
+        offers=tuple(offer for offer, _ in ranked),
+        refused=tuple(refusal for plan in plans for refusal in plan.refused),
+        notes=(*told, *notes),
+    )
+
+
+def turns(plan: Plan) -> list[Turn]:
+    """In which order the providers of a plan are asked, each as long as its offers are the best of those left."""
+    found = list[Turn]()
+    last = {offer.provider: index for index, offer in enumerate(plan.offers)}
+    for index, offer in enumerate(plan.offers):
+        follows = plan.offers[index + 1] if index + 1 < len(plan.offers) else None
+        if follows is not None and follows.provider == offer.provider:
+            continue
+        more = follows is not None and last[offer.provider] > index
+        found.append(Turn(offer.provider, rank(plan.requirements, follows) if more and follows else None))
+    return found
+
+
+def rank(needed: Requirements, offer: Offer) -> Rank:
+    """By what an offer comes before others, whoever sells them; the least is asked for first."""
     wanted = [gpu.casefold() for gpu in needed.gpu]
     preference = wanted.index((offer.gpu or "").casefold()) if wanted else 0
-    place = (offer.region, offer.zone or "", offer.instance_type)
     weighed = offer.price_usd_per_hour * (_FAR if offer.near_stores is False else 1)
-    return offer.market != "spot", preference, weighed, *place
+    return Rank(offer.market != "spot", preference, weighed)
+
+
+def up_to(plan: Plan, limit: Rank) -> Plan:
+    """The plan with those offers alone that rank up to `limit`, where another provider's follow.
+
+    Raises:
+        NoOffer: none does any more; prices have changed.
+    """
+    offers = tuple(offer for offer in plan.offers if rank(plan.requirements, offer) <= limit)
+    if offers:
+        return plan.model_copy(update={"offers": offers})
+    what = f"no offer of provider {plan.requirements.provider} is better than another provider's any more"
+    raise NoOffer(what, "Prices have changed since the plan was made.", "")
+
+
+def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
+    return *rank(needed, offer), offer.region, offer.zone or "", offer.instance_type
 
 
 def _dollars(amount: float) -> str:

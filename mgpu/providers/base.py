@@ -282,37 +282,57 @@ class Provider(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Tests the credentials and one cheap permission. Raises what is missing."""
+        """Tests the credentials and one cheap permission. Raises AuthError, PermissionDenied: what is missing."""
 
     @abstractmethod
     def offers(self, requirements: Requirements) -> Offers:
-        """What is on sale for these requirements; prices are not capped here, that is the plan's work."""
+        """What is on sale for these requirements: GPUs, markets and regions; none, and no error, where nothing is. The
+        plan weighs prices, stock and the number of nodes, and says why an offer does not do."""
 
     @abstractmethod
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         """Asks for the whole gang and returns at once. One token makes at most one gang: a second call with the
-        same token returns the first one's handle; with other parameters it raises `Conflict`."""
+        same token returns the first one's handle, also when its machines have ended, and completes a gang of which only
+        a part was made. A price list's age (`fetched_at`, `stock`) makes no other parameters.
+
+        Raises:
+            NoCapacity, QuotaExceeded, BidTooLow, NoOffer: refused, and nothing is left of the gang: machines that this
+                token has made were asked to end. `scope` says which other offers it rules out.
+            Conflict: the token was used with other parameters.
+            RateLimited: refused for now, and nothing is left of it; the same call comes again after `retry_after`.
+            Transient: a part of the gang, or all of it, may have been made; the same call comes again, and goes on.
+            AmbiguousCreate: it may have made machines, and the same call could make them twice: `find` is asked first,
+                for as long as `listing_lag_s`.
+            CleanupFailed: it was refused, and machines of the gang could not be ended.
+            ProviderError: anything else, and nothing is left of the gang; it ends the search.
+        """
 
     @abstractmethod
     def find(self, intent: Intent) -> Handle | None:
-        """What a `create` whose answer was lost may have made."""
+        """What a `create`, or a `repair`, whose answer was lost has made by the intent's token, as far as listings show
+        it: `ids` has a place for each rank up to the last one made, or all; None: nothing."""
 
     @abstractmethod
     def describe(self, handle: Handle) -> FleetState:
-        """The machines as they are now. A machine is TERMINATED only when the provider says so."""
+        """The machines as they are now, and why one does not run (`reason`). A machine is TERMINATED only when the
+        provider says so; a rank without one (an empty id) is. Raises Transient: no answer, or a machine is too new to
+        be known; nothing is concluded from that."""
 
     def repair(
         self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
     ) -> Handle:
         """Replaces the machines of these ranks by new ones of `request.generation`; the lost ones are confirmed
-        stopping first. The other machines are not touched. Idempotent by token. Nobody calls it where a gang comes and
-        ends as one (`Capabilities.repairs_single_nodes`)."""
+        stopping first, by whoever calls or by this call: Transient, as long as one is not. The other machines are not
+        touched. Idempotent by token, with the old handle and with the one that it has returned. Raises what `create`
+        raises. Nobody calls it where a gang comes and ends as one (`Capabilities.repairs_single_nodes`)."""
         cure = "Give the whole fleet back, and make it anew."
         raise InvalidRequest(f"provider {self.name} replaces no single machine of fleet {handle.fleet}", "", cure)
 
     @abstractmethod
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
-        """Everything that costs money and carries this owner: all regions, all pages."""
+        """Everything that costs money and carries this owner, exactly: all regions, all pages; a handle for each token,
+        with an empty id for what has ended. Raises ProviderError where a part of it could not be asked for: half a list
+        would pass for all of it (`ListsReached`)."""
 
     @abstractmethod
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
@@ -328,7 +348,8 @@ class Provider(ABC):
         return 0.0
 
     def configured(self) -> bool:
-        """Whether this user has set the provider up at all; looks at files and variables, asks nobody."""
+        """Whether this user has set the provider up at all; looks at files and variables, asks nobody. Commands that
+        ask every provider (`mgpu gc`, `mgpu ls`) leave out one that is not."""
         return True
 
     def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:

@@ -54,7 +54,6 @@ class MachineKeys(Block):
     A key that stands here reaches the plan, the provider and the stack's state without another line.
     """
 
-    provider: Word = Field(description="who rents out the machines")
     regions: Words = Field(default=(), description="where machines may be (default: any)")
     nodes: int = Field(default=1, ge=1, le=1024, description="machines")
     gpus_per_node: int = Field(default=0, ge=0, le=16, description="GPUs of a machine; one process each (0: none)")

@@ -170,9 +170,8 @@ def _checked(document: Document, base: Path | None) -> RunSpec:
                 document.problem(mistake.at, mistake.message, mistake.nearest)
     if spec is None or document.problems:
         raise document.error()
-    if base is None or spec.options is None:
-        return spec
-    return spec.model_copy(update={spec.provider: spec.options.in_folder(base)})
+    blocks = {name: block for name in spec.candidates if (block := spec.of(name).options) is not None}
+    return spec.model_copy(update={name: block.in_folder(base) for name, block in blocks.items()}) if base else spec
 
 
 def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:

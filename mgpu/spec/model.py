@@ -6,16 +6,25 @@ Only what one key can say of itself is checked here; what several keys say toget
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mgpu_train import launchers
 from mgpu_train.config import DataItem, EnvName, MetricName, Retention, Text, TrainConfig, Trials, Writers
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
-from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    create_model,
+    field_serializer,
+)
 
 from mgpu.spec import sink as sinks
-from mgpu.spec.block import Block, MachineKeys, Names, ProviderOptions, Word
+from mgpu.spec.block import Block, MachineKeys, Names, ProviderOptions, Word, as_list
 from mgpu.spec.expect import Expectation
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.provider import installed, on_this_machine
@@ -36,6 +45,9 @@ def is_shell(launcher: object) -> bool:
     return found is not None and found.takes == "shell"
 
 
+ANY = "any"  # all providers but those of this machine
+_Seller = Annotated[Word, WithJsonSchema({"type": "string", "enum": [ANY, *installed().names]})]
+Providers = Annotated[tuple[Word, ...], BeforeValidator(as_list, json_schema_input_type=_Seller | tuple[_Seller, ...])]
 Teardown = Literal["always", "keep"]
 Name = Annotated[
     str,
@@ -156,14 +168,21 @@ class Data(DataItem):
 
 class _Named(Block):
     name: Name = Field(description="short name; run and stack ids begin with it")
+    providers: Providers = Field(
+        alias="provider",
+        min_length=1,
+        description="who rents out the machines; a list, or `any` that is set up here and not this machine itself: the "
+        "best offer of all is asked for first, then the next one's",
+    )
+
+    @field_serializer("providers")
+    def _one_as_a_word(self, value: tuple[str, ...]) -> str | list[str]:
+        return value[0] if len(value) == 1 else list(value)
 
 
 class Keys(MachineKeys, _Named):
     """What every run file may say: all but the providers' own blocks."""
 
-    provider: Word = Field(
-        description="who rents out the machines", json_schema_extra={"enum": list(installed().names)}
-    )
     max_hours: float = Field(
         ge=0.01,  # half a minute: below it machines end before anything has begun
         le=24 * 60,
@@ -246,6 +265,22 @@ class Keys(MachineKeys, _Named):
     )
 
     @property
+    def candidates(self) -> tuple[str, ...]:
+        """The providers whose machines the run may have."""
+        found = installed().found
+        others = [name for name in installed().names if not found[name].capabilities.this_machine]
+        return tuple(dict.fromkeys(name for each in self.providers for name in (others if each == ANY else [each])))
+
+    @property
+    def provider(self) -> str:
+        """The provider that the machines are of; where there are several that they may be of, the first one."""
+        return next(iter(self.candidates), ANY)
+
+    def of(self, provider: str) -> Self:
+        """The same with the machines of one of its candidates."""
+        return self.model_copy(update={"providers": (provider,)})
+
+    @property
     def processes(self) -> int:
         """Processes of one node: one a GPU, or `processes_per_node`."""
         return self.gpus_per_node or self.processes_per_node or 1
@@ -285,7 +320,7 @@ class Keys(MachineKeys, _Named):
 
 
 for _name in [
-    name for name in installed().found if hasattr(Keys, name) or name in Keys.model_fields or name == "sinks"
+    name for name in installed().found if hasattr(Keys, name) or name in Keys.model_fields or name in ("sinks", ANY)
 ]:
     installed().set_aside(_name, "a key of the run file has this name")
 for _name in [name for name in sinks.installed().found if hasattr(Block, name)]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from mgpu.spec import command
 from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.model import DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
+from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
 from mgpu.spec.provider import installed, starts_from_image
 from mgpu.spec.values import no_name
 
@@ -54,9 +54,16 @@ class Mistake(NamedTuple):
 
 
 def mistakes(spec: RunSpec) -> Iterator[Mistake]:
-    """Yields every mistake of every rule."""
-    for rule in RULES:
-        yield from rule(spec)
+    """Yields every mistake of every rule; with several providers what one of them would make a mistake is one. Of `any`
+    those are left out for which the run file has mistakes, if there are others."""
+    yield from (of_all := [*_providers(spec)])
+    found = [[mistake for rule in RULES for mistake in rule(spec.of(name))] for name in spec.candidates]
+    if ANY in spec.providers:
+        found = [min(found, key=len)]
+    told = {mistake.at for mistake in of_all}
+    for each in found:
+        yield from (mistake for mistake in each if mistake.at not in told)
+        told |= {mistake.at for mistake in each}
 
 
 def _one_program(spec: RunSpec) -> Iterator[Mistake]:
@@ -66,14 +73,30 @@ def _one_program(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake(("command",), "either `train` or `command` is given, not both", (("train",),))
 
 
-def _provider(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.provider not in installed().found:
-        why, nearest = installed().complaint(spec.provider)
-        yield Mistake(("provider",), why, (), nearest)
-        return
-    for other in installed().names:
-        if other != spec.provider and getattr(spec, other) is not None:
-            yield Mistake((other,), f"settings of another provider: `provider` is {spec.provider}", (("provider",),))
+def _providers(spec: RunSpec) -> Iterator[Mistake]:
+    """Their names, and what is not of one of them alone."""
+    several = len(spec.providers) > 1
+    for index, name in enumerate(spec.providers):
+        at = ("provider", index) if several else ("provider",)
+        if name == ANY and several:
+            yield Mistake(at, f"`{ANY}` stands alone: it is all of them")
+        elif name != ANY and name not in installed().found:
+            why, nearest = installed().complaint(name)
+            yield Mistake(at, why, (), nearest)
+    for name, times in Counter(spec.providers).items():
+        if times > 1:
+            yield Mistake(("provider",), f"`{name}` is given {times} times")
+    if all(name in installed().found for name in spec.candidates):
+        for other in installed().names:
+            if other not in spec.candidates and getattr(spec, other) is not None:
+                names = ", ".join(spec.candidates)
+                yield Mistake((other,), f"settings of another provider: `provider` is {names}", (("provider",),))
+    if len(spec.candidates) > 1 and spec.image is not None and spec.image.builds and spec.image.repository is None:
+        message = "is needed with several providers, of which each would have another one: registry/name"
+        yield Mistake(("image", "repository"), message, (("provider",), ("image", "reference")))
+
+
+def _options(spec: RunSpec) -> Iterator[Mistake]:
     for key, wrong in spec.options.contradicts(spec) if spec.options else ():
         yield Mistake((key,), wrong, ((spec.provider,),))
 
@@ -407,7 +430,7 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
 
 RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _one_program,
-    _provider,
+    _options,
     _processes,
     _share,
     _code,

@@ -133,7 +133,10 @@ def _type(field: dict[str, Any], defs: dict[str, Any]) -> str:
     if "$ref" in field:
         return _type(_target(field, defs), defs)
     if choices := field.get("anyOf") or field.get("oneOf"):
-        return " or ".join(dict.fromkeys(_type(choice, defs) for choice in choices))
+        first, *others = dict.fromkeys(_type(choice, defs) for choice in choices)
+        if "|" in first and others == [f"list of {first}"]:
+            return f"{first}, or a list of them"
+        return " or ".join((first, *others))
     if "enum" in field or "const" in field:
         return " | ".join(f"`{value}`" for value in field.get("enum") or [field["const"]])
     kind = field.get("type", "any")

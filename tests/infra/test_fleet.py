@@ -13,13 +13,14 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import HostKeyMismatch, NoCapacity, RateLimited, TeardownIncomplete, Transient
+from mgpu.errors import HostKeyMismatch, NoCapacity, NoOffer, RateLimited, TeardownIncomplete, Transient
 from mgpu.events import Event
 from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import contact, fleet
 from mgpu.iac.types.fleet_model import Machine
+from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest, FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
@@ -147,6 +148,33 @@ def test_a_preview_says_what_the_first_offer_costs_and_what_the_dearest_would(wi
         Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), True), inputs
     )
     assert "$0.10/h, all nodes; $0.20/h at most" in str(said)
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(0.06, "z9"), (0.01, None)])
+def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, monkeypatch, tmp_path, limit, taken):
+    def three(requirements: Requirements) -> Offers:
+        (one, *_) = on_sale(requirements).offers
+        prices = {"z8": 0.07, "z9": 0.05}
+        return Offers(
+            offers=tuple(
+                one.model_copy(update={"zone": zone, "price_usd_per_hour": price}) for zone, price in prices.items()
+            ),
+            source="a test",
+        )
+
+    on_sale, said = fake.offers, list[Event]()
+    monkeypatch.setattr(fake, "offers", three)
+    inputs = wire.inputs(here, WANTED)
+    call = Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), False)
+    handler = fleet.FleetHandler(Timeouts(), ranked_up_to=[inputs["market"] != "spot", 0, limit])
+    if taken is None:
+        with pytest.raises(NoOffer, match="better than another provider's"):
+            handler.create(call, inputs)
+        assert not fake.created
+        return
+    _, made = handler.create(call, inputs)
+    assert made["offer"]["zone"] == taken
+    assert not any("z8" in each for each in made["offersConsidered"])
 
 
 def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):
@@ -798,3 +826,26 @@ def test_other_settings_make_no_other_guard(wire, guard):
     earlier = {key: value for key, value in state.items() if key != "options"}
     assert wire.diff(where, earlier, earlier, earlier | {"options": {}}).changes == diff.DIFF_NONE
     wire.delete(where, "fake/dev", earlier)
+
+
+def test_a_guard_stays_where_its_fleet_has_another_provider_and_looks_at_both_in_the_end(
+    wire, here, guard, fake, monkeypatch, tmp_path
+):
+    """Another guard would sweep, when it goes, what the fleet has got back at its first provider."""
+    where, resource_id, state = guard
+    diff = wire.diff(where, state, state, state | {"provider": "other", "options": {}})
+    assert (sorted(diff.diffs), list(diff.replaces)) == (["options", "provider"], [])
+    handler, asked = FleetGuardHandler(Timeouts()), list[str]()
+    call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
+    other = handler.update(call, resource_id, state, state | {"provider": "other", "options": {}})
+    back = handler.update(call, resource_id, other, state)
+
+    def swept(_, provider, *__):
+        asked.append(provider)
+        raise Transient(f"{provider} does not answer")
+
+    monkeypatch.setattr("mgpu.iac.types.guard.registry.get", lambda name, options: f"{name} {dict(options)}")
+    monkeypatch.setattr("mgpu.iac.types.guard.sweep", swept)
+    with pytest.raises(Transient, match="fake"):
+        handler.delete(call, resource_id, back)
+    assert asked == ["fake {'a': 'b'}", "other {}"]

@@ -84,12 +84,12 @@ def program(tmp_path, monkeypatch):
     pulumi.runtime.set_mocks(mocks, project="mgpu", stack="dev")
     monkeypatch.setattr(pulumi, "export", exported.__setitem__)
 
-    def run(folder=None, **changes):
+    def run(folder=None, config=None, **changes):
         path = (tmp_path / "run.yaml") if folder is None else tmp_path / "record" / "mgpu.yaml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(RUN_FILE | changes))
         own = {"mgpu:folder": str(folder)} if folder else {}
-        pulumi.runtime.set_all_config({"mgpu:runFile": str(path), **own})
+        pulumi.runtime.set_all_config({"mgpu:runFile": str(path), **own, **(config or {})})
         runpy.run_path(str(PROGRAM))
         return mocks.made, exported
 
@@ -193,6 +193,18 @@ def test_a_runs_own_copy_of_the_run_file_means_the_folder_of_the_users(program, 
     made, exported = program(folder=tmp_path, image={"repository": "registry.example/a", "ca_file": "ca.pem"})
     settled(exported["mgpu"])
     assert made["image"].inputs["folder"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(("config", "fleets"), [({}, "slurm"), ({"mgpu:provider": "local"}, "local")])
+def test_of_several_providers_the_fleet_is_of_the_one_that_was_chosen(program, config, fleets):
+    made, exported = program(provider=["slurm", "local"], config=config)
+    settled(exported["mgpu"])
+    assert made["fleet"].inputs["provider"] == fleets
+
+
+def test_a_provider_that_the_run_file_does_not_name_is_refused(program):
+    with pytest.raises(pulumi.RunError, match=r"mgpu:provider is aws.*: slurm, local"):
+        program(provider=["slurm", "local"], config={"mgpu:provider": "aws"})
 
 
 def test_a_run_file_with_mistakes_ends_the_program_without_a_traceback(program):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fakes.cloud import KEY, Cloud, serving
+from fakes.cloud.machines import Processes
 
 from mgpu.iac.engine import install
 
@@ -28,18 +30,25 @@ class Beside:
 
     def mgpu(self, *words: str, code: int = 0) -> str:
         """What `mgpu` prints; its exit code is this one."""
-        done = subprocess.run(
-            [self.programs / "mgpu", *words],
-            cwd=self.folder,
-            env={**os.environ, "MGPU_TEST": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + (done.stderr if code else "")
+        return self.ended(self.start(*words), code)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """`mgpu`, which goes on meanwhile."""
+        pipe = subprocess.PIPE
+        command = [self.programs / "mgpu", *words]
+        return subprocess.Popen(
+            command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        )  # fmt: skip
+
+    def ended(self, process: subprocess.Popen[str], code: int = 0) -> str:
+        """What it has printed by its end."""
+        with process:
+            try:
+                out, err = process.communicate(timeout=150)
+            finally:
+                process.kill()
+        assert process.returncode == code, out + err
+        return out + (err if code else "")
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +80,14 @@ def _install(package: Path, site: Path) -> None:
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    """Yard, with machines that are processes, and a key of an account there."""
+    monkeypatch.setenv("OUR_YARD_KEY", KEY)
+    with serving(Processes(tmp_path / "yard")) as cloud:
+        yield cloud
 
 
 @pytest.fixture

@@ -145,6 +145,21 @@ def test_a_run_that_finishes_within_the_notice_is_done(node):
     assert node.commit_log.ended(1).succeeded
 
 
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGTERM)"], ids=["saved", "killed"])
+def test_a_program_that_the_provider_ends_before_the_agent_hears_of_it_has_not_finished(node, how):
+    """Slurm sends SIGTERM to all that runs on a node."""
+    notice = node.home / ".mgpu" / "notice.json"
+    says = f"os.rename({str(notice.with_suffix('.new'))!r}, {str(notice)!r})"
+    node.program(SAVE + f"import signal, sys\nsave(7)\n{says}\n{how}\n")
+    node.job()
+    node.notice(25)
+    notice.rename(notice.with_suffix(".new"))
+    node.start()
+    status = node.ended()
+    assert (status["phase"], status["fault"]) == ("failed", "provider")
+    assert node.commits == [7]
+
+
 def test_a_notice_while_a_good_end_is_uploaded_changes_nothing(nodes):
     pair = nodes(2)
     for node in pair:

@@ -35,8 +35,9 @@ from mgpu.events import Event
 from mgpu.iac.engine.project import project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import NodeOutput, StackOutput
+from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
-from mgpu.providers.base import FleetState, Handle, MachineDriver, NodePhase, NodeState
+from mgpu.providers.base import FleetState, Handle, MachineDriver, NodePhase, NodeState, Offers
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, SyncReport, Target
@@ -222,6 +223,7 @@ class Cloud:
         self.refuses: dict[str, list[ProviderError]] = {}  # call -> what it raises, the last one for ever
         self.described = 0
         self.ended: list[str] = []  # fleets that `destroy` was called for
+        self.on_sale: list[Offer] = []
 
     def rent(self, fleet: str, nodes: int = 1) -> Handle:
         """Machines that run, as if some `pulumi up` had made them."""
@@ -240,6 +242,10 @@ class Cloud:
 
     def check(self) -> None:
         self._refuse("check")
+
+    def offers(self, requirements: Requirements) -> Offers:
+        self._refuse("offers")
+        return Offers(offers=tuple(self.on_sale), source="live")
 
     def image_repository(self, regions: Sequence[str]) -> str | None:
         return self.repository
@@ -309,6 +315,11 @@ class Stack:
 
     def __init__(self, world: World, project: Path, name: str, _run_file: Path, **_: Any) -> None:
         self.world, self.project, self.name = world, project, name
+        self.chosen = ""
+
+    @property
+    def _cloud(self) -> Cloud:
+        return self.world.elsewhere.get(self.chosen, self.world.cloud)
 
     @property
     def fleet(self) -> str:
@@ -318,13 +329,19 @@ class Stack:
         self._call("init")
         self.world.stacks.setdefault(self.name, None)
 
-    def up(self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0) -> None:
-        self._call("up")
+    def choose(self, provider: str) -> None:
+        self.chosen = provider
+
+    def up(
+        self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
+    ) -> None:
+        self._call(f"up at {self.chosen}" if self.chosen else "up")
+        self.world.ranked_up_to.append(ranked_up_to)
         self.world.capped.append(hard_cap_at)
         self.world.paid.append(max_usd)
         self.world.brought_up_with.append(image)
-        handle = self.world.cloud.rent(self.fleet, len(self.world.nodes))
-        self.world.stacks[self.name] = self.world.output(handle)
+        handle = self._cloud.rent(self.fleet, len(self.world.nodes))
+        self.world.stacks[self.name] = self.world.output(handle, self.chosen or "local")
         self._call("up is done")
 
     def exists(self) -> bool:
@@ -337,8 +354,8 @@ class Stack:
         self._call("destroy")
         if self.name in self.world.stacks:
             self.world.stacks[self.name] = None
-        if self.fleet in self.world.cloud.handles:
-            self.world.cloud.destroy(self.world.cloud.handles[self.fleet])
+        if self.fleet in self._cloud.handles:
+            self._cloud.destroy(self._cloud.handles[self.fleet])
 
     def remove(self) -> None:
         self._call("remove")
@@ -382,6 +399,7 @@ class World:
     capped: list[float] = field(default_factory=list)  # until when each `up` may have a fleet that it makes anew
     paid: list[float] = field(default_factory=list)  # what each of these may cost
     brought_up_with: list[str] = field(default_factory=list)  # the image of each `up`
+    ranked_up_to: list[Sequence[float]] = field(default_factory=list)  # ... and what its offer has to come before
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
@@ -408,13 +426,13 @@ class World:
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if type(event) is kind]
 
-    def output(self, handle: Handle) -> StackOutput:
+    def output(self, handle: Handle, provider: str = "local") -> StackOutput:
         return StackOutput(
             version=1,
             fleet=handle.fleet,
             owner=paths.owner() if self.ours else "",
             token=handle.token,
-            provider="local",
+            provider=provider,
             private_key_file="~/key",
             price_usd_per_hour=0.5 * len(handle.ids),
             hard_cap_at=self.hard_cap_at,

@@ -24,21 +24,17 @@ _LEAST_S = 300.0  # that a budget has to pay for
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Offers of the run file's provider, ranked. Rents nothing.
+    """Offers of the run file's providers, ranked. Rents nothing.
 
     Raises:
         InputError: the disk that is asked for does not hold the run's checkpoints.
-        ProviderError: it does not answer, or has no offer that fits.
+        ProviderError: none answers, or has an offer that fits.
     """
-    from mgpu.plan import rank, room
-    from mgpu.providers import registry
+    from mgpu.plan import room
+    from mgpu.run.job import on_sale
 
     checkpoints = room.require(spec)
-    wanted = rank.requirements(spec)
-    provider = registry.get(spec.provider, wanted.provider_options)
-    on_sale = provider.offers(wanted)
-    found = rank.plan(wanted, on_sale.offers, on_sale.notes)
-    return found.model_copy(update={"checkpoints": checkpoints})
+    return on_sale.plan(spec).model_copy(update={"checkpoints": checkpoints})
 
 
 def with_profile(provider: str, options: dict[str, str], profile: str, instead: str) -> dict[str, str]:
@@ -66,9 +62,10 @@ def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
     from mgpu.providers import registry
     from mgpu.providers.base import OtherCosts
 
-    provider = registry.get(spec.provider, plan.requirements.provider_options)
+    needed = rank.requirements(spec.of(plan.best.provider))
+    provider = registry.get(needed.provider, needed.provider_options)
     known = isinstance(provider, OtherCosts)
-    return provider.other_costs(plan.requirements, plan.best, rank.saves(spec)) if known else ()
+    return provider.other_costs(needed, plan.best, rank.saves(spec)) if known else ()
 
 
 def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd: float | None = None) -> None:
@@ -149,7 +146,8 @@ def machines_of(spec: RunSpec, plan: Plan) -> Machines:
     from mgpu.acquire.fit import Machines
     from mgpu.run.job.stack_output import provider_for
 
-    return Machines.on_offer(provider_for(spec), plan)
+    sellers = {offer.provider for offer in plan.offers}
+    return Machines.on_offer(provider_for(spec.of(*sellers)) if len(sellers) == 1 else None, plan)
 
 
 def look_at_image(

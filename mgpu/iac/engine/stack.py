@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.project import project_files as project_files
 from mgpu.iac.engine.project import project_name
-from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD
+from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput, validated
 
@@ -72,6 +72,7 @@ class Stack:
         self._own_config = own_config
         self._values = config
         self._cli = CliProcess(grace_s=timeouts.destroy_s)
+        self._provider = ""
         self._ousted: Process | None = None
         self._lost_hosts = frozenset[str]()
         self._exported: dict[str, Any] | None = None  # by the last `up`, until something else works on the stack
@@ -97,11 +98,18 @@ class Stack:
             whose = settings.secrets_provider()
             self._run("stack", "init", self.name, "--no-select", f"--secrets-provider={whose}")
 
-    def up(self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0) -> None:
+    def choose(self, provider: str) -> None:
+        """Of several providers that the run file names, from here on the one whose machines the stack has."""
+        self._provider = provider
+
+    def up(
+        self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
+    ) -> None:
         """Makes the machines be what the run file asks for. Those that a create which was cut off has made are
         adopted; what is left of its processes is ended first. `hard_cap_at`: UNIX seconds; a fleet that has to be made
         anew ends by then, too, and before it costs more than `max_usd` (0: no limit). `image`: what the run has settled
         on, repository@sha256:...; it is built or found no more, whatever the run file's `image:` says meanwhile.
+        `ranked_up_to`: a `mgpu.plan.rank.Rank`; a fleet that is made is of an offer up to it.
 
         Raises:
             StackError: another operator is at work on the stack.
@@ -113,6 +121,7 @@ class Stack:
             HARD_CAP: repr(hard_cap_at) if hard_cap_at else "",
             IMAGE: image,
             MAX_USD: repr(max_usd) if max_usd else "",
+            RANKED_UP_TO: json.dumps(ranked_up_to) if ranked_up_to else "",
         }
         more = {name: value for name, value in known.items() if value}
         self._exported = self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more).outputs
@@ -207,6 +216,7 @@ class Stack:
         # as it is wanted now, and where this machine has it; the salt of the stack's secrets stays
         known = yaml.safe_load(self._config.read_text()) if self._config.exists() else {}
         ours = {"mgpu:runFile": str(self._run_file), "mgpu:folder": str(self._folder)}
+        ours |= {"mgpu:provider": self._provider} if self._provider else {}
         wanted = ours if self._values is None else dict(self._values)
         if known.get("config") != wanted:
             self._config.write_text(yaml.safe_dump({**known, "config": wanted}))

@@ -19,7 +19,7 @@ lost, or no machine can be replaced alone (`repairs_single_nodes`), the whole fl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -54,8 +54,11 @@ class FleetHandler:
     secret: frozenset[str] = frozenset()
     refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
 
-    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0, max_usd: float = 0.0) -> None:
+    def __init__(
+        self, timeouts: Timeouts, hard_cap_at: float = 0.0, max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
+    ) -> None:
         self._timeouts, self._hard_cap_at, self._max_usd = timeouts, hard_cap_at, max_usd
+        self._ranked_up_to = ranked_up_to
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once, and fills in every default."""
@@ -77,6 +80,8 @@ class FleetHandler:
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
         plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+        if self._ranked_up_to:
+            plan = rank.up_to(plan, rank.Rank.of(self._ranked_up_to))
         cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
         terms["max_usd"] = self._max_usd

@@ -21,7 +21,7 @@ from mgpu.providers.base import (
     ProxyCommand,
     other_usd_per_hour,
 )
-from mgpu.spec.block import MachineKeys
+from mgpu.spec.block import MachineKeys, Word
 from mgpu.spec.provider import installed
 
 _ON_RECORD = 20  # offers; a search over all regions has thousands
@@ -42,6 +42,7 @@ class Properties(BaseModel):
 class FleetInputs(MachineKeys, Properties):
     """What diffs: the requirements, the key that may log in, and the names that machines carry."""
 
+    provider: Word = Field(description="who rents out the machines")
     nodes: int = Field(ge=1, le=1024, description="machines; after a refresh: machines that live")
     processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
     options: dict[str, str] = Field(default={}, description="settings of this provider")

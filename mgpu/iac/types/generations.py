@@ -44,6 +44,7 @@ class Begun:
     token: str
     at: float  # of the answer; without one, of the intent: they may have been asked for at any time since
     answered: bool
+    provider: str  # that was asked
 
 
 def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
@@ -51,7 +52,8 @@ def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
     found: dict[str, Begun] = {}
     for entry in journal.read(_path(state_dir, fleet)):
         if entry["kind"] in ("intent", "created"):
-            found[entry["token"]] = Begun(entry["token"], entry["at"], entry["kind"] == "created")
+            whose = entry["offer"]["provider"] if "offer" in entry else found[entry["token"]].provider
+            found[entry["token"]] = Begun(entry["token"], entry["at"], entry["kind"] == "created", whose)
         elif "token" in entry:
             found.pop(entry["token"], None)
     return tuple(found.values())

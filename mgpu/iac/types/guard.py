@@ -2,10 +2,13 @@
 
 A crash of the engine in the middle of a create leaves machines that state does not know, and `pulumi destroy` would go
 past them. The guard was in state before they could exist, so `destroy` comes to it, last, and it ends whatever the
-provider lists under the fleet's name.
+provider lists under the fleet's name. A fleet may go from one provider to another: the guard stays, and remembers where
+its machines may have been.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from mgpu_train.timeouts import Timeouts
 
@@ -16,8 +19,8 @@ from mgpu.iac.protocol.wire import UNKNOWN
 from mgpu.iac.types.sweep import sweep
 from mgpu.providers import registry
 
-_REPLACES = ("fleet", "owner", "provider")
-_UPDATES = ("options",)  # another guard of the same fleet would sweep the fleet that comes after this one's
+_REPLACES = ("fleet", "owner")
+_UPDATES = ("provider", "options")  # another guard of the same fleet would sweep the fleet that comes after this one's
 
 
 class FleetGuardHandler:
@@ -58,10 +61,24 @@ class FleetGuardHandler:
         return ReadResult(resource_id, inputs, old) if old else None
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
-        """Takes the inputs over."""
-        return new
+        """Takes the inputs over; a provider that the fleet had before is looked at in the end all the same."""
+        known = [_seller(old), *old.get("earlier", ())]
+        earlier = [each for each in known if each["provider"] != new["provider"]]
+        return {**new, "earlier": earlier} if earlier else new
 
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
-        """Ends everything that the provider lists under this fleet and owner."""
-        provider = registry.get(old["provider"], old.get("options"))
-        sweep(call, provider, old["owner"], old["fleet"], self._timeouts)
+        """Ends everything that its providers list under this fleet and owner. Raises what the first one raises, when
+        all of them were looked at."""
+        failures = list[MgpuError]()
+        for each in (_seller(old), *old.get("earlier", ())):
+            try:
+                provider = registry.get(each["provider"], each["options"])
+                sweep(call, provider, old["owner"], old["fleet"], self._timeouts)
+            except MgpuError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _seller(known: Properties) -> dict[str, Any]:
+    return {"provider": known["provider"], "options": known.get("options") or {}}

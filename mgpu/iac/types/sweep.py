@@ -37,7 +37,7 @@ def sweep(
         ProviderError: something was not confirmed gone.
     """
     folder = call.settings.state_dir
-    begun = generations.begun(folder, fleet)
+    begun = [each for each in generations.begun(folder, fleet) if each.provider == provider.name]
     sure_at, told = _listed_at(provider, begun, timeouts, now()), False
     for pause in pauses(_LISTING_PAUSE * timeouts.describe_every_s):
         left_s = sure_at - now()  # read before the listing: what is shown only after that comes next time

@@ -96,9 +96,13 @@ class HostsOptions(ProviderOptions):
                 found[host.address] = host
             except ValueError as error:
                 wrong += [f"{where}: {each}" for each in _reasons(error)]
-        if wrong or not found:
-            what = "\n".join(wrong) or "hosts: there are none: `addresses` and `inventory` name no host"
-            raise InputError(what, "", "Mend the list of hosts; docs/hosts.md describes it.")
+        cure = "Mend the list of hosts; docs/hosts.md describes it."
+        if wrong:
+            raise InputError("\n".join(wrong), "", cure)
+        if not found:
+            raise InputError(
+                "hosts: there are none", "`hosts` of a run file names none by `addresses` or `inventory`.", cure
+            )
         return tuple(found.values())
 
     def _host(self, line: str) -> Host:

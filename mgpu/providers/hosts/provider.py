@@ -78,11 +78,8 @@ class HostsProvider(Provider):
         return machines.findings(requirements, found)
 
     def offers(self, requirements: Requirements) -> Offers:
-        """The hosts of the list as they are now, by kind; `notes` say of each that is not free who has it."""
-        if not self.configured():
-            return Offers(
-                offers=(), source="live", notes=("hosts: a run file names them, `hosts: {addresses: [...]}`",)
-            )
+        """The hosts of the list as they are now, by kind; `notes` say of each that is not free who has it. Raises
+        InputError: there is no list."""
         found = self._looked_at(self._options.hosts(), facts=True)
         notes = tuple(f"{host.address} {why}" for host, answer in found if (why := machines.used_by(answer)))
         return Offers(offers=machines.offers(requirements, found), source="live", notes=notes)

@@ -33,6 +33,7 @@ class Stretch:
     until: float
     machines_usd_per_hour: float | None
     other_usd_per_hour: float | None
+    provider: str
 
     @property
     def hours(self) -> float:
@@ -89,7 +90,7 @@ class Sum:
 KEYS = {
     "project": lambda stretch: stretch.project,
     "run": lambda stretch: stretch.record.run_id,
-    "provider": lambda stretch: stretch.record.provider,
+    "provider": lambda stretch: stretch.provider,
     "owner": lambda stretch: stretch.owner,
     "month": lambda stretch: stretch.month,
 }
@@ -110,9 +111,10 @@ def stretches(records: Iterable[Record], now: float, since: float = 0.0) -> Iter
 def _of(record: Record, now: float) -> Iterator[Stretch]:
     for spent in record.spending:
         until = record.billed_until(now) if spent.until is None else spent.until
-        yield Stretch(record, spent.since, max(spent.since, until), spent.price_usd_per_hour, spent.other_usd_per_hour)
+        prices = (spent.price_usd_per_hour, spent.other_usd_per_hour)
+        yield Stretch(record, spent.since, max(spent.since, until), *prices, spent.provider or record.provider)
     if not record.spending and record.price_usd_per_hour:  # of a version that did not write down for how long
-        yield Stretch(record, record.created_at, record.created_at, None, None)
+        yield Stretch(record, record.created_at, record.created_at, None, None, record.provider)
 
 
 def sums(found: Iterable[Stretch], by: str) -> list[Sum]:

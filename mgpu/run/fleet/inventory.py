@@ -140,6 +140,12 @@ def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:
     return list(found), failures
 
 
+def _sellers(run: Record) -> Iterator[tuple[str, dict[str, str]]]:
+    fleet = run.fleet or {}
+    known = {fleet.get("provider", run.provider): _settings(fleet.get("options"))}
+    yield from ((name, known.get(name) or options) for name, options in run.sellers.items())
+
+
 class _Users:
     """What stands for machines: runs (newest first) and stacks, each of them read once for however many fleets."""
 
@@ -154,7 +160,7 @@ class _Users:
     def named(self) -> list[tuple[str, dict[str, str]]]:
         """Providers, with their settings, that may have machines of a run or a stack."""
         owing = [run for run in self._runs if run.teardown not in ("confirmed", "not ours")]
-        found = [(run.provider, _settings((run.fleet or {}).get("options")) or run.options) for run in owing]
+        found = [each for run in owing for each in _sellers(run)]
         inputs = [each for each in self._inputs if "provider" in each]
         return found + [(str(each["provider"]), _settings(each.get("options"))) for each in inputs]
 

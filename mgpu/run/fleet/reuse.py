@@ -163,8 +163,19 @@ def _of_lease(fleet: Kept, _: Record, now: float) -> str:
     return "" if fleet.uses or fleet.lease_until - now >= _LEAST_LEASE_S else "its lease ends in a moment"
 
 
-def _options(record: Record) -> Mapping[str, str]:
-    return record.needs["provider_options"]
+def _asks(run: Record, provider: str) -> Mapping[str, str] | None:
+    """The settings with which the run asks this provider; None: it does not."""
+    if provider == run.needs["provider"]:
+        return run.needs["provider_options"]
+    return run.candidates.get(provider)
+
+
+def _of_provider(fleet: Kept, run: Record, _: float) -> str:
+    provider = fleet.output["provider"]
+    wanted = _asks(run, provider)
+    if wanted is None:
+        return _has("provider", provider, " or ".join(run.candidates or [run.needs["provider"]]))
+    return "" if _asks(fleet.maker, provider) == wanted else "it has other settings of its provider"
 
 
 def _user(record: Record) -> str:
@@ -175,8 +186,7 @@ _CHECKS: tuple[Callable[[Kept, Record, float], str], ...] = (
     lambda _, run, __: "the run asks for new machines" if run.machines == "new" else "",
     lambda fleet, run, _: "the run could not begin on it" if fleet.name in run.avoid else "",
     lambda fleet, run, _: _has("owner", _user(fleet.maker), _user(run)),
-    lambda fleet, run, _: _has("provider", fleet.output["provider"], run.needs["provider"]),
-    lambda fleet, run, _: "" if _options(fleet.maker) == _options(run) else "it has other settings of its provider",
+    _of_provider,
     lambda fleet, run, _: _has("number of nodes", len(fleet.output["nodes"]), run.needs["nodes"]),
     lambda fleet, run, _: _of_slots(fleet, run),
     lambda fleet, run, _: _one_of("GPU", fleet.output["gpu"] or "", run.needs["gpu"]),

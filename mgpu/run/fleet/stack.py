@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -12,17 +13,28 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import acquire, paths
 from mgpu.backend.owner import owner
 from mgpu.context import Context
-from mgpu.errors import InputError, ProviderError, StackError, Stopped, TeardownIncomplete
-from mgpu.events import Warned
+from mgpu.errors import (
+    BidTooLow,
+    InputError,
+    MgpuError,
+    NoCapacity,
+    NoOffer,
+    ProviderError,
+    QuotaExceeded,
+    StackError,
+    Stopped,
+    TeardownIncomplete,
+)
+from mgpu.events import Note, Warned
 from mgpu.iac.engine.project import program, project_name, settle
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.iac.outputs import StackOutput
+from mgpu.plan.rank import Rank, Turn
 from mgpu.providers import registry
-from mgpu.providers.base import Provider
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
-from mgpu.run.fleet.teardown import give_back
+from mgpu.run.fleet.teardown import Seller, give_back
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
@@ -50,7 +62,11 @@ def stack_of(record: Record, context: Context) -> Stack:
         project = folder.program
         settle(project)
     base = Path(record.project_base)
-    return open_stack(project, record.stack, folder.run_file, log_dir, context, base, record.provider, record.options)
+    sellers = record.candidates or {record.provider: record.options}
+    stack = open_stack(project, record.stack, folder.run_file, log_dir, context, base, sellers)
+    if record.candidates:
+        stack.choose(record.provider)
+    return stack
 
 
 def maker(record: Record) -> Record:
@@ -61,6 +77,16 @@ def maker(record: Record) -> Record:
     return find(record.kept_by) or record
 
 
+def sellers_of(record: Record) -> list[Seller]:
+    """All providers where the run may have machines, with the settings of those that it is known to have; each raises
+    InputError if it cannot be used here."""
+    known = record.sellers
+    if record.fleet:
+        fleet = record.fleet_output()
+        known |= {fleet.provider: fleet.options}
+    return [partial(registry.get, name, options) for name, options in known.items()]
+
+
 def open_stack(
     project: Path,
     name: str,
@@ -68,12 +94,11 @@ def open_stack(
     log_dir: Path | None,
     context: Context,
     folder: Path | None = None,
-    provider: str = "",
-    options: Mapping[str, str] | None = None,
+    sellers: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Stack:
     """A stack by name. `log_dir`: where a stack of mgpu's own keeps configuration and logs; None: the user's stack.
-    `folder`: what the run file's paths are relative to; None: its own. `provider`: whose machines it has; empty: any's;
-    `options` are its settings.
+    `folder`: what the run file's paths are relative to; None: its own. `sellers`: whose machines it may have, with
+    their settings; None: any's.
     """
     return Stack(
         project,
@@ -82,33 +107,68 @@ def open_stack(
         folder=folder,
         log_dir=log_dir or paths.state_dir() / "stacks" / name,
         emit=context.emit,
-        timeouts=_engine_limits(context.timeouts, provider, options or {}),
+        timeouts=_engine_limits(context.timeouts, sellers),
         own_config=log_dir is not None,
     )
 
 
-def _engine_limits(timeouts: Timeouts, provider: str, options: Mapping[str, str]) -> Timeouts:
+def _engine_limits(timeouts: Timeouts, sellers: Mapping[str, Mapping[str, str]] | None) -> Timeouts:
     """The deadlines of an engine whose machines may be slow to come and to go."""
     found = installed().found
-    able = [entry.capabilities for name, entry in found.items() if provider in ("", name)]
+    able = [entry.capabilities for name, entry in found.items() if sellers is None or name in sellers]
     slowest_s, longest_s = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s"))
     limits = timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
-    queue_s = found[provider].options.of(options).queue_s() if provider in found else 0.0
+    known = [(found[name].options, options) for name, options in (sellers or {}).items() if name in found]
+    queue_s = max((kind.of(options).queue_s() for kind, options in known), default=0.0)
     return limits.model_copy(update={"provision_s": limits.provision_s + acquire.GANGS * queue_s})
 
 
-def move(session: Session, stack: Stack) -> StackOutput:
+def move(session: Session, stack: Stack, make: Callable[[Session, Stack], StackOutput] | None = None) -> StackOutput:
     """Gives all machines of the stack's fleet back, and makes it anew wherever the run file allows, under the hard cap
-    that the run has. Raises what `bring_up` raises."""
+    that the run has; `make` does it (default: `bring_up`), and what it raises is raised."""
     fleet = session.record.fleet_output()
     session.emit(Warned(f"{fleet.region} has no machine for this fleet now: it moves, all nodes are replaced"))
     session.journal.append("move", stack=stack.name)
     _end(session, fleet, tuple(node.id for node in fleet.nodes if node.id), unbilled=False)
-    return bring_up(session, stack)
+    return (make or bring_up)(session, stack)
 
 
-def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> StackOutput:
-    """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted.
+def bring_up_anywhere(session: Session, stack: Stack, turns: Callable[[], Sequence[Turn]]) -> StackOutput:
+    """As `bring_up`, at the first of several providers that has machines. The one that a supervisor was asking when it
+    died is asked first: machines that it has made there are found.
+
+    Raises:
+        ProviderError, InputError: none of them has; what time may mend, where one said so.
+    """
+    record, refusals = session.record, list[MgpuError]()
+    for turn in [Turn(record.asking)] * bool(record.asking) + [*turns()]:
+        record.goes_to(turn.provider)
+        session.save()  # whoever ends the run looks for its machines there
+        stack.choose(turn.provider)
+        try:
+            fleet = bring_up(session, stack, up_to=turn.up_to)
+        except InUse:
+            raise
+        except (ProviderError, InputError) as error:
+            refusals.append(error)
+            session.emit(Note(f"{turn.provider}: {error.what}"))
+            record.asking = ""
+            continue
+        record.asking = ""
+        session.save()
+        return fleet
+    raise min(refusals, key=_hopeless)
+
+
+def _hopeless(refusal: MgpuError) -> int:
+    """The less, the likelier time mends it."""
+    kinds = (NoCapacity | BidTooLow, QuotaExceeded, NoOffer)
+    return next((place for place, kind in enumerate(kinds) if isinstance(refusal, kind)), len(kinds))
+
+
+def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: Rank | None = None) -> StackOutput:
+    """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted. A fleet that is made is
+    of an offer `up_to` that rank.
 
     The machines of the ranks in `lost` are ended first, and confirmed so: one that is only silent, or about to be
     taken, is replaced too, and never beside its replacement.
@@ -132,7 +192,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
         most_usd = min(filter(None, (left_usd, month_usd)), default=0.0)
-        stack.up(session.record.hard_cap_at, session.record.image or "", most_usd)
+        stack.up(session.record.hard_cap_at, session.record.image or "", most_usd, up_to or ())
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(
@@ -245,10 +305,10 @@ def standing(stack: Stack, spec: RunSpec) -> StackOutput:
             "It has no output `mgpu`: it was never brought up, or was destroyed.",
             how_to_rent(stack.project),
         )
-    if len(fleet.nodes) != spec.nodes or fleet.provider != spec.provider:
+    if len(fleet.nodes) != spec.nodes or fleet.provider not in spec.candidates:
         raise InputError(
             f"stack {stack.name} has {len(fleet.nodes)} nodes of {fleet.provider}, "
-            f"the run file wants {spec.nodes} of {spec.provider}",
+            f"the run file wants {spec.nodes} of {' or '.join(spec.candidates)}",
             "The fleet was made from another run file, or before it was changed.",
             "Run `pulumi up` to bring the fleet in line with the run file.",
         )
@@ -296,7 +356,7 @@ def _used(fleet: StackOutput, run_id: str, how: str) -> InUse:
 
 def give_back_fleet(
     stack: Stack,
-    provider: Provider,
+    sellers: Sequence[Seller],
     fleet: StackOutput | None,
     context: Context,
     *,
@@ -310,7 +370,7 @@ def give_back_fleet(
     known = fleet.fleet if fleet else name
     give_back(
         stack,
-        provider,
+        sellers,
         fleet.owner if fleet else owner(),
         context.timeouts,
         context.emit,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.errors import MgpuError, ProviderError, StackError, TeardownIncomplete
+from mgpu.errors import InputError, MgpuError, ProviderError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.providers.base import Handle, NodePhase, Provider
+
+Seller = Callable[[], Provider]
 
 
 def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Handle, ...]:
@@ -24,7 +28,7 @@ def _owned(provider: Provider, owner: str, fleets: set[str] | None) -> tuple[Han
 
 def give_back(
     stack: Stack,
-    provider: Provider,
+    sellers: Sequence[Seller],
     owner: str,
     timeouts: Timeouts,
     emit: Emit,
@@ -32,7 +36,7 @@ def give_back(
     remove: bool,
     fleet: str | None = None,
 ) -> None:
-    """Destroys the stack's resources, then sweeps what the provider still lists; `remove` drops the empty stack too.
+    """Destroys the stack's resources, then sweeps what the sellers still list; `remove` drops the empty stack too.
 
     `fleet` is the name in the stack's output, or in the record: a program of the user's may give its fleet another one
     than the stack's, and the project's folder may be gone.
@@ -47,17 +51,18 @@ def give_back(
     except (MgpuError, OSError) as error:  # a full disk of this machine, too, keeps no machine alive
         failure = error if isinstance(error, MgpuError) else StackError(str(error))
         emit(Warned(f"pulumi destroy failed, ending the machines directly: {failure.what}"))
-    try:
-        left = _owned(provider, owner, names)
-        for handle in left:
-            acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-        left = _owned(provider, owner, names) if left else left  # all regions: not asked twice for nothing
-    except ProviderError as error:
+    left, unseen = list[Handle](), list[MgpuError]()
+    for seller in sellers:
+        try:
+            left += _swept(seller(), owner, names, timeouts, emit)
+        except (ProviderError, InputError) as error:  # the others are looked at all the same
+            unseen.append(error)
+    if unseen:
         raise TeardownIncomplete(
             f"fleet {', '.join(sorted(names))} may still be billed: the provider cannot be asked",
-            str(error),
+            "\n".join(map(str, unseen)),
             "Run `mgpu gc` once it answers; whatever happens, the machines end at their hard cap.",
-        ) from error
+        ) from unseen[0]
     if left:
         ids = ", ".join(i for handle in left for i in handle.ids if i)
         raise TeardownIncomplete(
@@ -73,6 +78,14 @@ def give_back(
         ) from failure
     if remove:
         stack.remove()
+
+
+def _swept(provider: Provider, owner: str, names: set[str], timeouts: Timeouts, emit: Emit) -> tuple[Handle, ...]:
+    """Ends what the provider lists under these names; returns what it lists afterwards."""
+    left = _owned(provider, owner, names)
+    for handle in left:
+        acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
+    return _owned(provider, owner, names) if left else left  # all regions: not asked twice for nothing
 
 
 def _names(stack: Stack, fleet: str | None) -> set[str]:

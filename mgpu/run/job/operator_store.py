@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu.errors import InputError
-from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import StoreAccess
 from mgpu.run.record.record import Record
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
 
 def for_spec(url: str, spec: RunSpec) -> Store:
     """A store of a run with this run file. Raises StoreError: the address or the profile means nothing."""
-    return _opened(url, spec.provider, rank.requirements(spec).provider_options)
+    blocks = ((name, getattr(spec, name)) for name in installed().names)
+    return _opened(url, {name: block.flat() for name, block in blocks if block is not None})
 
 
 def for_record(url: str, record: Record) -> Store:
     """A store of a run that is remembered. Raises StoreError: the address or the profile means nothing."""
-    return _opened(url, record.provider, record.options)
+    return _opened(url, record.candidates or {record.provider: record.options})
 
 
 def for_address(url: str, run_file: Path, profile: str | None = None) -> Store:
@@ -38,27 +38,29 @@ def for_address(url: str, run_file: Path, profile: str | None = None) -> Store:
         StoreError: the address or the profile means nothing.
     """
     if not url.startswith("s3://"):
-        return _opened(url, "", {})
+        return _opened(url, {})
     if profile is None:
         return _by(run_file, url)
     found = installed().found
     having = next((name for name, each in found.items() if "profile" in each.options.model_fields), None)
     if having is None:
         raise InputError("--profile: no provider has profiles", "", "Leave it out.")
-    return _opened(url, having, {"profile": profile})
+    return _opened(url, {having: {"profile": profile}})
 
 
 def _by(run_file: Path, url: str) -> Store:
     try:
         return for_spec(url, load(run_file))
     except InputError:  # there is none, or it has mistakes: it was not asked about
-        return _opened(url, "", {})
+        return _opened(url, {})
 
 
-def _opened(url: str, provider: str, options: Mapping[str, str]) -> Store:
+def _opened(url: str, providers: Mapping[str, Mapping[str, str]]) -> Store:
+    """With the credentials that the first of these providers names which has settings, and credentials at all."""
     from mgpu_train.store import open_store
 
-    if not (options and url.startswith("s3://")):
-        return open_store(url)
-    named = registry.get(provider, options)
-    return open_store(url, named.store_environment(os.environ) if isinstance(named, StoreAccess) else None)
+    set_up = [(name, options) for name, options in providers.items() if options and url.startswith("s3://")]
+    for named in (registry.get(name, options) for name, options in set_up):
+        if isinstance(named, StoreAccess):
+            return open_store(url, named.store_environment(os.environ))
+    return open_store(url)

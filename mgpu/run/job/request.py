@@ -16,9 +16,12 @@ from mgpu_train.tasks import entry as tasks
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
+from mgpu.errors import ProviderError
+from mgpu.events import Emit, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
-from mgpu.run.job.stack_output import provider_of
+from mgpu.run.job.on_sale import sellers
+from mgpu.run.job.stack_output import provider_for, provider_of
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.spec import environment
 from mgpu.spec.model import DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
@@ -178,6 +181,24 @@ def require_secrets(request: Request, environ: Mapping[str, str], provider: Prov
     store_keys(request, environ, provider).require()
 
 
+def require_all_secrets(request: Request, environ: Mapping[str, str], emit: Emit) -> None:
+    """As `require_secrets`, for the machines of each provider that the run file names. Of several, one that cannot be
+    asked is told."""
+    names = sellers(request.spec)
+    for name in names:
+        try:
+            require_secrets(request, environ, provider_for(request.spec.of(name)))
+        except ProviderError as error:
+            if len(names) == 1:
+                raise
+            emit(Warned(f"{name}: whether its machines get at the store is not known: {error.what}"))
+
+
+def env_secrets(request: Request, environ: Mapping[str, str]) -> Secrets:
+    """The values of the run's secrets alone. Raises InputError: one that the run file names is not set."""
+    return Secrets(env=environment.values(request.spec.secrets, "secrets", environ))
+
+
 def secrets_of(request: Request, environ: Mapping[str, str], provider: Provider | None) -> Secrets:
     """The values of the run's secrets, from the operator's environment, and what opens the store to its nodes.
 
@@ -185,8 +206,7 @@ def secrets_of(request: Request, environ: Mapping[str, str], provider: Provider 
         InputError: a secret that the run file names is not set, all of them named; the store cannot be opened to nodes.
         ProviderError: the provider cannot give the machines their rights.
     """
-    env = environment.values(request.spec.secrets, "secrets", environ)
-    return Secrets(env=env, store=store_keys(request, environ, provider).now())
+    return env_secrets(request, environ).model_copy(update={"store": store_keys(request, environ, provider).now()})
 
 
 def build_secrets(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from mgpu.errors import NoOffer
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, Provider, dialled, other_usd_per_hour
+from mgpu.providers.base import Handle, Provider, dialled
 from mgpu.remote.targets import Target, hop
 from mgpu.spec.model import RunSpec
 
@@ -52,18 +51,6 @@ def usd_per_hour(fleet: StackOutput, part: float = 1.0) -> float | None:
     return None if machines is None else part * (machines + (fleet.other_usd_per_hour or 0.0))
 
 
-def dearest_usd_per_hour(spec: RunSpec) -> float | None:
-    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing is on
-    sale for it, as whoever tries to rent it is told. Raises ProviderError: the provider does not say."""
-    needed, provider = rank.requirements(spec), provider_for(spec)
-    try:
-        offers = rank.plan(needed, provider.offers(needed).offers).offers
-    except NoOffer:
-        return None
-    dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
-    return dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest)
-
-
 def provider_for(spec: RunSpec) -> Provider:
-    """Whom the run file names, with its settings."""
+    """Whom the run file names, with its settings; of several the first one."""
     return registry.get(spec.provider, rank.requirements(spec).provider_options)

@@ -15,7 +15,7 @@ from mgpu.events import RunStateChanged, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
-from mgpu.run.fleet.stack import give_back_fleet, maker, open_stack, refuse_used, require_ours, stack_of
+from mgpu.run.fleet.stack import give_back_fleet, maker, open_stack, refuse_used, require_ours, sellers_of, stack_of
 from mgpu.run.job.stack_output import provider_for
 from mgpu.run.lifecycle.outcome import ended, endings, final_state, judged, remembered, revoke_store
 from mgpu.run.record import files, shared
@@ -58,8 +58,7 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
     stack = stack_of(record, context)
     if before is not None and before.pid != os.getpid():
         stack.oust(before.process, before.host, shared.earlier_hosts(record.run_id))
-    provider = registry.get(record.provider, fleet.options if fleet else record.options)
-    give_back_fleet(stack, provider, fleet, context, remove=maker(record).own_stack, name=record.fleet_name)
+    give_back_fleet(stack, sellers_of(record), fleet, context, remove=maker(record).own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
     revoke_store(record, context.emit)
     record.costs_no_more(time.time())
@@ -109,12 +108,12 @@ def stack_down(project: Path, name: str, context: Context) -> None:
         raise InputError(
             f"there is no stack {name} of the project in {project}", "", "`pulumi stack ls` names them; see `mgpu ls`."
         )
-    give_back_fleet(stack, _provider(project, fleet), fleet, context, remove=False)
+    give_back_fleet(stack, [lambda: _provider(project, fleet)], fleet, context, remove=False)
 
 
 def _provider(project: Path, fleet: StackOutput | None) -> Provider:
     """Of a stack whose fleet is not known (it never came up whole), the one of the project's run file."""
     if fleet is not None:
         return registry.get(fleet.provider, fleet.options)
-    run_file = project / "mgpu.yaml"
+    run_file = project / "mgpu.yaml"  # of several providers the first, as plain `pulumi up` has it
     return provider_for(load_spec(run_file)) if run_file.exists() else registry.get(registry.EMBEDDED)

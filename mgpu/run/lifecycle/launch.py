@@ -13,13 +13,15 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.context import Context
-from mgpu.events import Emit, Note, RunStateChanged
+from mgpu.errors import InputError, MgpuError, ProviderError
+from mgpu.events import Emit, Note, RunStateChanged, Warned
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
 from mgpu.run.fleet.stack import open_stack, project_of, standing, take
 from mgpu.run.job import images
-from mgpu.run.job.request import build_secrets, require_secrets, resolve
-from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, usd_per_hour
+from mgpu.run.job.on_sale import dearest_usd_per_hour, sellers
+from mgpu.run.job.request import build_secrets, require_all_secrets, require_secrets, resolve
+from mgpu.run.job.stack_output import provider_for, provider_of, usd_per_hour
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
 from mgpu.run.lifecycle.outcome import Outcome
 from mgpu.run.lifecycle.submit import set_aside, submit
@@ -45,7 +47,7 @@ def launch(
     run_id = resume.run_id if resume else new_run_id(spec.name)
     base = run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
-    require_secrets(request, os.environ, provider_for(spec))  # what is missing is told before a build
+    require_all_secrets(request, os.environ, context.emit)  # what is missing is told before a build
     image = images.settle(spec, base, context.emit, machines)
 
     def made() -> Record:
@@ -100,6 +102,8 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit, code: str = "") -> Path
     """What can be known before money is spent: project, code, sinks, secrets, provider, store. Returns the project's
     folder. What the user should know of the code is emitted. `code`: where each run has it from; empty: the folder.
 
+    Of several providers one that cannot be asked is told of, and hinders no other.
+
     Raises:
         InputError, ProviderError: what is missing.
     """
@@ -107,15 +111,28 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit, code: str = "") -> Path
     sinks.require(spec.sinks, code)
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
     told = code_upload.look(request)
-    provider = provider_for(spec)
-    require_secrets(request, os.environ, provider)
+    require_all_secrets(request, os.environ, emit)
     build_secrets(spec, os.environ)
-    provider.check()
+    _require_provider(spec, emit)
     require_store(request)
     require_data(request, emit)
     for each in told:
         emit(each)
     return project
+
+
+def _require_provider(spec: RunSpec, emit: Emit) -> None:
+    """Raises what the last of the run file's providers says, if none can be asked."""
+    failed, names = dict[str, MgpuError](), sellers(spec)
+    for name in names:
+        try:
+            provider_for(spec.of(name)).check()
+        except (InputError, ProviderError) as error:
+            failed[name] = error
+    if len(failed) == len(names):
+        raise failed.popitem()[1]
+    for name, error in failed.items():
+        emit(Warned(f"{name} cannot be asked now, others can: {error.what}"))
 
 
 @contextmanager

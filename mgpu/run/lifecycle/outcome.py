@@ -28,9 +28,8 @@ from mgpu.errors import (
 )
 from mgpu.events import Emit, Note, RunEnded, RunEvent, RunRegressed, Warned
 from mgpu.iac.engine.stack import Stack
-from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
-from mgpu.run.fleet.stack import InUse, give_back_fleet
+from mgpu.run.fleet.stack import InUse, give_back_fleet, sellers_of
 from mgpu.run.record import checks, shared
 from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
@@ -166,14 +165,16 @@ def revoke_store(record: Record, emit: Emit) -> None:
     ends nothing: such rights open that run's place alone, to machines that know its secret."""
     if not record.store_granted:
         return
-    try:
-        provider = registry.get(record.provider, record.options)
-        if isinstance(provider, StoreRole):
-            provider.revoke_store(record.run_id)
-        record.store_granted = False
-    except MgpuError as error:
-        again = f"`mgpu down {record.run_id}` tries again"
-        emit(Warned(f"the rights of run {record.run_id} in its store stay: {error.what}; {again}"))
+    failed = False
+    for seller in sellers_of(record):
+        try:
+            provider = seller()
+            if isinstance(provider, StoreRole):
+                provider.revoke_store(record.run_id)
+        except MgpuError as error:
+            failed, again = True, f"`mgpu down {record.run_id}` tries again"
+            emit(Warned(f"the rights of run {record.run_id} in its store stay: {error.what}; {again}"))
+    record.store_granted = failed
 
 
 class _Bug(MgpuError):
@@ -325,7 +326,6 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
     record.teardown = "asked"
     context = Context(session.emit, session.timeouts)
     with session.interrupts.leaving(), session.phase("teardown"):
-        provider = registry.get(record.provider, fleet.options if fleet else record.options)
-        give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
+        give_back_fleet(stack, sellers_of(record), fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
     record.costs_no_more(time.time())

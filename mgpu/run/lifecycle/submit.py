@@ -25,6 +25,7 @@ from mgpu.run.fleet.stack import project_of, refuse_used
 from mgpu.run.job import images
 from mgpu.run.job.git_code import GitCode
 from mgpu.run.job.images import Settled
+from mgpu.run.job.on_sale import sellers
 from mgpu.run.job.request import Request, resolve
 from mgpu.run.nodes import code_upload
 from mgpu.run.record import checks, files, shared
@@ -178,7 +179,9 @@ def _record(
     image: Settled | None,
 ) -> Record:
     spec, run_id = request.spec, request.run_id
-    needed = rank.requirements(spec)
+    names = (fleet.provider,) if fleet else sellers(spec)
+    settings = {name: dict(rank.requirements(spec.of(name)).provider_options) for name in names}
+    needed = rank.requirements(spec.of(names[0]))
     stack_name = stack or new_stack_name(run_id, resume)
     project = project_of(run_file)
     record = Record(
@@ -190,8 +193,9 @@ def _record(
         stack=stack_name,
         own_stack=stack is None,
         fleet_name=fleet_name(project_name(project), stack_name),
-        provider=spec.provider,
-        options=dict(fleet.options if fleet else needed.provider_options),
+        provider=names[0],
+        options=dict(fleet.options if fleet else settings[names[0]]),
+        candidates={name: settings[name] for name in names if len(names) > 1},
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],

@@ -8,6 +8,7 @@ supervisor may have had in mind. All that it needs has an absolute path in the r
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,21 +21,22 @@ from mgpu_train.config import Secrets
 
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
+from mgpu.acquire.pauses import patiently
 from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, InputError, MgpuError, OverLimit, ProviderError, RemoteError, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
-from mgpu.plan import rank
+from mgpu.plan.rank import turns
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.budget import account
 from mgpu.run.fleet import key, reuse
-from mgpu.run.fleet.stack import InUse, bring_up, move, refuse_used, stack_of, standing
-from mgpu.run.job import images, operator_store
-from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
-from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, targets, usd_per_hour
+from mgpu.run.fleet.stack import InUse, bring_up, bring_up_anywhere, move, refuse_used, stack_of, standing
+from mgpu.run.job import images, on_sale, operator_store
+from mgpu.run.job.request import Request, env_secrets, require_all_secrets, resolve, secrets_of, store_keys
+from mgpu.run.job.stack_output import provider_for, provider_of, targets, usd_per_hour
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt import conduct, watch_again
 from mgpu.run.lifecycle.capacity_wait import CapacityWait
@@ -89,9 +91,10 @@ class _Run:
         self.session, self.record, self._submitted = session, session.record, submitted
         self._context, self._queued_again = context, False
         path = Folder(self.record.run_id).run_file
-        self.spec: RunSpec = loads(
-            path.read_text(), str(path)
-        )  # as it was; what it names beside itself is on the nodes
+        spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes
+        self.spec: RunSpec = spec.model_copy(
+            update={"providers": (*self.record.candidates,) or (self.record.provider,)}
+        )
         self.stack: Stack = stack_of(self.record, context)
         if before is not None and before.pid != os.getpid():
             self.stack.oust(before.process, before.host, shared.earlier_hosts(self.record.run_id))
@@ -144,7 +147,11 @@ class _Run:
             now = time.time()
             return reuse.waits_for(reuse.standing(now), self.record, now)
         fleet = self.record.fleet_output() if self.record.fleet else None
-        price = partial(usd_per_hour, fleet, self.record.part) if fleet else partial(dearest_usd_per_hour, self.spec)
+        price = (
+            partial(usd_per_hour, fleet, self.record.part)
+            if fleet
+            else partial(on_sale.dearest_usd_per_hour, self.spec)
+        )
         try:
             account.claim(self.record.run_id, price)
         except OverLimit as full:
@@ -160,6 +167,7 @@ class _Run:
             record.kept_by, record.stack, record.own_stack = found.maker.run_id, found.stack, False
             record.fleet, record.fleet_name = dict(found.output), found.newest.fleet_name
             record.slots, record.slots_of = [*found.uses[record.run_id]], found.slots
+            self._goes_to(str(found.output["provider"]))
             try:
                 self.stack = stack_of(record, self._context)
                 key.bring(record, self._context)
@@ -178,6 +186,7 @@ class _Run:
             self.session.emit(Warned(f"kept fleet {record.stack} cannot be begun on, the run goes elsewhere: {why}"))
         record.kept_by, record.stack, record.own_stack, record.fleet = "", record.run_id, True, None
         record.slots, record.price_usd_per_hour = [], 0.0
+        self._goes_to(next(iter(record.candidates), record.provider))
         if record.attempt:  # the hard cap is the run's from then on, wherever it goes
             record.costs_no_more(time.time())
         else:
@@ -185,6 +194,12 @@ class _Run:
         self.stack = stack_of(record, self._context)
         record.fleet_name = self.stack.fleet
         reuse.let_go(record.run_id)
+
+    def _goes_to(self, provider: str) -> None:
+        """Of several that it may have machines of, without that it is asked for any."""
+        if self.record.candidates:
+            self.record.goes_to(provider)
+            self.record.asking = ""
 
     def _begin(self) -> Ended:
         return self._made()()
@@ -221,10 +236,14 @@ class _Run:
         return made
 
     def _secrets(self, request: Request, provider: Provider | None) -> Secrets:
-        if store_keys(request, os.environ, provider).grants and not self.record.store_granted:
-            self.record.store_granted = True  # before they are: whoever ends the run takes them away
-            self.session.save()
-        return secrets_of(request, os.environ, provider)
+        """Where several providers may have the machines, and none has, nobody is given rights in the store yet."""
+        if self.record.candidates and self.record.fleet is None:
+            require_all_secrets(request, os.environ, self.session.emit)
+            return env_secrets(request, os.environ)
+        _remember_grants(self.session, store_keys(request, os.environ, provider))
+        secrets = secrets_of(request, os.environ, provider)
+        self.session.stores[self.record.provider] = secrets.store
+        return secrets
 
     def _begun(self, request: Request, secrets: Secrets) -> Ended:
         if self.record.writer:  # an attempt was begun, and its supervisor died before it could say so
@@ -364,6 +383,13 @@ class _Run:
         return resolve(self.spec, record.run_id, base, store=store, timeouts=self.session.timeouts)
 
 
+def _remember_grants(session: Session, keys: StoreKeys) -> None:
+    """Before they are made: whoever ends the run takes them away."""
+    if keys.grants and not session.record.store_granted:
+        session.record.store_granted = True
+        session.save()
+
+
 def _last(ended: Ended) -> Ended:
     """An attempt after which no other one can begin, because this process lacks a secret."""
     if ended.succeeded or ended.left or ended.stopped_by:
@@ -374,10 +400,21 @@ def _last(ended: Ended) -> Ended:
 def _rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Ended:
     """The run on a fleet that is made for it; what an earlier process made of it is adopted. Where there is no capacity
     now, it is asked for again until `recovery.wait_minutes`."""
-    with session.phase("provisioning", f"{count(request.spec.nodes, 'node')} of {request.spec.provider}"):
-        fleet = CapacityWait(session, request.spec.recovery.wait_minutes).granted(lambda: bring_up(session, stack))
+    sellers = " or ".join(request.spec.candidates)
+    with session.phase("provisioning", f"{count(request.spec.nodes, 'node')} of {sellers}"):
+        ask = partial(_made_anew, request.spec, session, stack)
+        fleet = CapacityWait(session, request.spec.recovery.wait_minutes).granted(ask)
     session.check()
     return _used(session, stack, request, secrets, fleet)
+
+
+def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
+    """A fleet, wherever the run file allows. Raises what `bring_up` raises."""
+    if len(spec.candidates) == 1:
+        return bring_up(session, stack)
+    ended = threading.Event()  # who asks for the end waits for no provider that is busy
+    patience_s = session.timeouts.provision_s
+    return bring_up_anywhere(session, stack, lambda: turns(patiently(lambda: on_sale.plan(spec), patience_s, ended)))
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -393,9 +430,10 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     machines, other = (each and each * record.part for each in (fleet.machines_usd_per_hour, fleet.other_usd_per_hour))
     record.costs(fleet.generation, machines, time.time(), other)
     provider = provider_of(fleet)
-    request = _with_image(session, request, fleet)
+    request = _with_image(session, replace(request, spec=request.spec.of(fleet.provider)), fleet)
     keys = store_keys(request, os.environ, provider)
-    return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys), keys)
+    _remember_grants(session, keys)
+    return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys, fleet.provider), keys)
 
 
 def _with_image(session: Session, request: Request, fleet: StackOutput) -> Request:
@@ -410,33 +448,28 @@ def _with_image(session: Session, request: Request, fleet: StackOutput) -> Reque
     return replace(request, code_folder=image.workdir if images.in_image(request.spec) else "")
 
 
-def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys) -> Secrets:
-    """With the store's credentials as they are now: a later attempt may begin hours after they were read first."""
+def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys, provider: str) -> Secrets:
+    """With the store's credentials as they are now: a later attempt may begin hours after they were read first. Where
+    there are none now, nodes get those that nodes of this provider had before; if none had, the error is raised."""
     try:
-        return secrets.model_copy(update={"store": keys.now()})
+        session.stores[provider] = keys.now()
     except (InputError, ProviderError) as error:
+        if provider not in session.stores:
+            raise
         session.emit(Warned(f"{error.what}: the nodes get those that this command began with"))
-        return secrets
+    return secrets.model_copy(update={"store": session.stores[provider]})
 
 
 def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
     """What the run file's `recovery` allows; a fleet that is not mgpu's is not ours to repair."""
-    recovery = request.spec.recovery
+    recovery, record = request.spec.recovery, session.record
+    spec = request.spec.of(record.provider) if record.kept_by else request.spec  # the stack is of another run's file
+    anew = partial(_made_anew, spec)
     ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
         repair=lambda lost: bring_up(session, stack, lost),
-        move=lambda: partial(move, session, stack) if _elsewhere(request.spec) else None,
+        move=lambda: partial(move, session, stack, anew) if on_sale.elsewhere(spec, record.provider) else None,
     )
-
-
-def _elsewhere(spec: RunSpec) -> bool:
-    """Whether machines of more than one type or place are on offer for a run; False where nobody can say."""
-    needed = rank.requirements(spec)
-    try:
-        offers = rank.plan(needed, provider_for(spec).offers(needed).offers).offers
-    except MgpuError:
-        return False
-    return len({(offer.instance_type, offer.region, offer.zone) for offer in offers}) > 1

@@ -115,6 +115,7 @@ class Spent:
     since: float
     until: float | None = None  # given back, kept, or replaced by the next generation; None: the run has them
     other_usd_per_hour: float | None = None  # disks and public addresses; None: not known
+    provider: str = ""  # whose machines they are; empty: an earlier mgpu has not written it down
 
     @property
     def usd_per_hour(self) -> float:
@@ -153,6 +154,10 @@ class Record:
     provider: str
     nodes: int
     options: dict[str, str] = field(default_factory=dict)  # settings of the provider; nothing secret
+    # by name, with their settings, all providers that its machines may be of; empty: `provider` alone
+    candidates: dict[str, dict[str, str]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)  # those of them that were asked for machines
+    asking: str = ""  # the one that is asked for a fleet now
     state: State = State.QUEUED
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
@@ -232,6 +237,17 @@ class Record:
         left = self.teardown == "asked" or (self.teardown == "confirmed" and self.store_granted)
         return self.state.final and not left
 
+    @property
+    def sellers(self) -> dict[str, dict[str, str]]:
+        """By name, with their settings, the providers where machines of it may be."""
+        return {name: self.candidates[name] for name in self.asked} | {self.provider: self.options}
+
+    def goes_to(self, provider: str) -> None:
+        """From here on its machines are asked for at this one of its candidates."""
+        self.provider, self.options, self.asking = provider, self.candidates[provider], provider
+        if provider not in self.asked:
+            self.asked.append(provider)
+
     def fleet_output(self) -> StackOutput:
         """The stack output of its fleet. Raises InputError: it has none."""
         from mgpu.iac.outputs import StackOutput  # pydantic: most readers of records do without
@@ -275,10 +291,10 @@ class Record:
         what they have beside them."""
         newest = self.spending[-1] if self.spending else None
         if newest is not None and newest.until is None:
-            if newest.generation == generation:
+            if newest.generation == generation and newest.provider in ("", self.provider):
                 return
             newest.until = since
-        self.spending.append(Spent(generation, price, since, None, other))
+        self.spending.append(Spent(generation, price, since, None, other, self.provider))
 
     def costs_no_more(self, now: float) -> None:
         """The run has no machines from now on."""

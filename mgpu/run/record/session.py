@@ -39,6 +39,8 @@ class Session:
     ask: Callable[[str], bool | None] | None = None
     watch_s: float | None = None  # seconds after which a run that trains is left (`Context.watch_s`)
     hidden: Sequence[bytes] = ()  # values that no copy of a log may show
+    # by provider, what its nodes were given last to open the run's store: no other one's nodes get it
+    stores: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         folder = Folder(self.record.run_id)

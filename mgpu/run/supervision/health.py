@@ -58,7 +58,7 @@ def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Ve
     if not causes:
         return Verdict(Action.END, succeeded=True) if over else Verdict(Action.WAIT)
     reason, fault = _CAUSES[causes[0]](nodes)
-    lost = tuple(node.view.rank for node in nodes if node.absent or _noticed(node) or node.suspect)
+    lost = tuple(node.view.rank for node in nodes if node.absent or node.notice or node.suspect)
     starved = fault is Fault.USER and any(node.status is not None and node.status.starved for node in nodes)
     if over:
         return Verdict(Action.END, reason=reason, fault=fault, lost=lost, starved=starved)

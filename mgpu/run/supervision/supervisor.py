@@ -77,6 +77,7 @@ class Supervisor:
         self._clock, self._wall, self._sleep = clock, wall, sleep
         self._began = clock()
         self._stopped_by: StopReason | None = None
+        self._stopped_for: Verdict | None = None  # ... or for the peers' sake
         self._quiet = False  # and it was told
         self._stop_by: float | None = None
         self._stop_level = 0
@@ -112,11 +113,12 @@ class Supervisor:
         elif self._sure(verdict):
             return self._ended(verdict)
         if verdict.action is Action.STOP:
+            self._stopped_for = self._stopped_for or verdict
             self._stop(None, verdict.reason, now=verdict.now, lost=bool(verdict.lost))
         if self._wants_to_leave() or self._needs_nothing(verdict):
             return Ended(False, left=True)
         if self._stop_by is not None and self._clock() > self._stop_by:
-            return self._ended(self._late(verdict))
+            return self._ended(self._late(self._explained(verdict)))
         return None
 
     def _needs_nothing(self, verdict: Verdict) -> bool:
@@ -180,11 +182,21 @@ class Supervisor:
             lost=tuple(sorted({*verdict.lost, *late})),
         )
 
+    def _explained(self, verdict: Verdict) -> Verdict:
+        """Why nodes were stopped that no limit has stopped. The cause may have passed since: a node comes back from a
+        long silence. After a take-over it is not known, and the attempt counts as interrupted."""
+        if verdict.fault is not Fault.STOPPED or self._stopped_by:
+            return verdict
+        first = self._stopped_for or verdict
+        fault = Fault.INFRASTRUCTURE if first.fault is Fault.STOPPED else first.fault
+        return replace(verdict, reason=first.reason, fault=fault)
+
     def _ended(self, verdict: Verdict) -> Ended:
         ended_at = self._wall()
         self._last_words(verdict.lost)
         self._report()  # a look may have ended after its pass; it is what the verdict is made of
         self._session.record.node_phases = self._fleet.phases()  # nothing is reported of a node 0 that is gone
+        verdict = self._explained(verdict)
         ended = Ended(
             verdict.succeeded,
             verdict.reason,

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mgpu.cli import cli
-from mgpu.errors import AuthError
+from mgpu.errors import AuthError, ProviderError, Transient
 from mgpu.plan.model import Headroom, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.aws.catalog import offers as aws_offers
@@ -32,6 +32,7 @@ class Seller:
     def __init__(self) -> None:
         self.options: dict[str, str] = {}
         self.ready = True
+        self.refuses: ProviderError | None = None
         self.asked = 0
         self.refreshed = Refreshed(regions=("us-east-1",))
         self.change: Callable[[Offer], Offer] = lambda offer: offer
@@ -40,6 +41,8 @@ class Seller:
         return self.ready
 
     def offers(self, needed: Requirements) -> Offers:
+        if self.refuses:
+            raise self.refuses
         answer = aws_offers.offers(needed, Options())
         return answer.model_copy(update={"offers": tuple(map(self.change, answer.offers))})
 
@@ -128,6 +131,19 @@ def test_more_gpus_than_any_run_file_asks_for_are_no_offer(mgpu: Mgpu):
 def test_where_nobody_has_it_the_nearest_name_is_told(mgpu: Mgpu):
     assert "aws: gpu: there is no GPU `H100` (did you mean `H100-80GB`?)" in mgpu("--gpu", "H100").stderr
     assert "did you mean" not in mgpu("--gpu", "H100-80GB").stderr
+
+
+def test_a_provider_that_does_not_answer_hides_no_other(mgpu: Mgpu, seller: Seller):
+    seller.refuses = Transient("aws: no answer", "timed out")
+    done = mgpu("--json")
+    assert {offer["provider"] for offer in json.loads(done.stdout)["offers"]} == {"local"}
+    assert "warning: aws: no answer: timed out" in done.stderr
+    assert done.return_value == 3, "it is not all that is on sale"
+    seller.ready = False
+    done = mgpu()
+    assert (len(rows(done)), done.return_value) == (1, 0), "nobody who has not set it up wants to know"
+    assert "no answer" not in done.stderr
+    assert isinstance(mgpu("aws").exception, Transient)
 
 
 def test_the_age_of_the_prices_is_told_with_what_renews_them(mgpu: Mgpu):

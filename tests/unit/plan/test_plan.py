@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 import re
 from typing import Any
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from mgpu.errors import NoOffer
 from mgpu.plan.model import Offer, Plan, Requirements
-from mgpu.plan.rank import plan, requirements
+from mgpu.plan.rank import Rank, merged, plan, requirements, turns, up_to
 from mgpu.spec.load import loads
 
 WANTED = Requirements(
@@ -357,3 +358,57 @@ def test_a_price_that_is_no_number_is_no_offer():
         with pytest.raises(ValidationError):
             offer(price_usd_per_hour=price)
     assert "above the cap" in refusal(WANTED, offer(price_usd_per_hour=1e300)).why
+
+
+# --- several providers
+
+
+def of(name: str, *offers: Offer) -> Plan:
+    needed = wanted(provider=name)
+    return plan(needed, [each.model_copy(update={"provider": name}) for each in offers], [f"a note of {name}"])
+
+
+def test_offers_of_several_providers_are_one_plan_in_one_order():
+    one = of("one", offer(price_usd_per_hour=3), offer(price_usd_per_hour=1, market="on-demand"))
+    two = of("two", offer(price_usd_per_hour=2), offer(price_usd_per_hour=1, gpu="A100-40GB"))
+    both = merged([one, two], ["three: no answer"])
+    assert [(each.provider, each.price_usd_per_hour) for each in both.offers] == [
+        *(("two", 2), ("one", 3)),  # spot, the GPU that is liked best
+        *(("two", 1), ("one", 1)),
+    ]
+    assert both.requirements.provider == "two"
+    assert both.notes == ("one: a note of one", "two: a note of two", "three: no answer")
+
+
+def test_providers_take_turns_as_their_offers_rank_and_the_last_turn_of_each_is_open():
+    one = of("one", offer(price_usd_per_hour=1), offer(price_usd_per_hour=2), offer(price_usd_per_hour=5))
+    two = of("two", offer(price_usd_per_hour=3), offer(price_usd_per_hour=4))
+    found = turns(merged([one, two]))
+    assert [(each.provider, each.up_to and each.up_to.usd_per_hour) for each in found] == [
+        *(("one", 3), ("two", None), ("one", None)),
+    ]
+    first, *_ = found
+    assert first.up_to is not None
+    assert [each.price_usd_per_hour for each in up_to(one, first.up_to).offers] == [1, 2]
+    with pytest.raises(NoOffer, match="better than another"):
+        up_to(one, Rank(on_demand=False, preference=0, usd_per_hour=0.5))
+    assert Rank.of(json.loads(json.dumps(first.up_to))) == first.up_to
+
+
+def test_equals_are_of_one_provider_after_the_other():
+    """Clusters and hosts cost nothing where their block says nothing."""
+    one = of("one", offer(price_usd_per_hour=0, region="a"), offer(price_usd_per_hour=0, region="z"))
+    two = of("two", offer(price_usd_per_hour=0, region="m"))
+    both = merged([one, two])
+    assert [each.provider for each in both.offers] == ["one", "one", "two"]
+    assert turns(both) == [("one", None), ("two", None)]
+    mixed = turns(merged([of("one", offer(price_usd_per_hour=0), offer(price_usd_per_hour=9)), two]))
+    first = mixed[0].up_to
+    assert first is not None
+    assert len(up_to(of("one", offer(price_usd_per_hour=0)), first).offers) == 1, (
+        "it ranks as the other's, not after it"
+    )
+
+
+def test_a_provider_alone_has_one_open_turn():
+    assert turns(of("one", offer(), offer(price_usd_per_hour=20))) == [("one", None)]

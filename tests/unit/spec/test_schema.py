@@ -82,7 +82,9 @@ def test_every_key_has_a_meaning_and_all_but_blocks_a_default():
 
 def test_keys_go_down_into_blocks_and_lists():
     by_name = {key.name: key for key in keys()}
-    assert {name.split(".")[0].removesuffix("[]") for name in by_name} == set(RunSpec.model_fields)
+    assert {name.split(".")[0].removesuffix("[]") for name in by_name} == {
+        field.alias or name for name, field in RunSpec.model_fields.items()
+    }
     assert by_name["train.model.heads"].default == "`4`"
     assert by_name["data[].from"].default == "required"
     assert by_name["market"].type == "`spot` | `on-demand` | `spot-then-on-demand`"

@@ -974,3 +974,43 @@ def test_a_validation_of_the_mean_parameters_can_be_expected_where_there_are_som
 def test_whether_lower_is_better_follows_from_names_that_say_it(metric, better):
     assert Expectation(median_of=7).direction(metric) == better
     assert Expectation(median_of=7, better="higher").direction(metric) == "higher"
+
+
+# --- several providers
+
+
+def test_a_run_may_have_machines_of_several_providers():
+    spec = loads(edited(AWS, "provider", "[aws, slurm]"), "f")
+    assert (spec.candidates, spec.provider) == (("aws", "slurm"), "aws")
+    assert (spec.of("slurm").candidates, spec.of("slurm").provider) == (("slurm",), "slurm")
+    assert spec.model_dump(mode="json", by_alias=True)["provider"] == ["aws", "slurm"]
+    assert spec.of("slurm").model_dump(mode="json", by_alias=True)["provider"] == "slurm"
+
+
+def test_any_is_every_provider_whose_machines_are_not_this_one():
+    found = loads(edited(AWS, "provider", "any"), "f").candidates
+    assert {"aws", "slurm"} <= set(found)
+    assert "local" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "message"),
+    [
+        (edited(AWS, "provider", "[aws, gcp]"), "provider[1]", "`gcp` is not one of"),
+        (edited(AWS, "provider", "[any, aws]"), "provider[0]", "`any` stands alone"),
+        (edited(AWS, "provider", "[aws, slurm, aws]"), "provider", "`aws` is given 2 times"),
+        (edited(AWS, "provider", "[]"), "provider", ""),
+        (edited(edited(AWS, "provider", "[aws, slurm]"), "hosts", "{}"), "hosts", "settings of another provider"),
+        # what one of them would make a mistake is one
+        (
+            edited(edited(AWS, "provider", "[aws, local]"), "data", '[{from: "s3://my-data/x", to: /x}]'),
+            "data[0].to",
+            "local",
+        ),
+        (edited(edited(AWS, "provider", "[aws, slurm]"), "image", "{}"), "image.repository", "several providers"),
+    ],
+)
+def test_what_stands_beside_several_providers_holds_for_each(text, field, message):
+    found = [(each.field, each.message) for each in problems(text) if each.field == field]
+    assert [where for where, _ in found] == [field]
+    assert message in found[0][1]

@@ -1,1 +1,1 @@
-"""A provider that is not mgpu's: what a package has to bring to be one."""
+"""Provider `yard`: a cloud that is not mgpu's, from an entry point to eight calls (docs/provider.md)."""

@@ -25,7 +25,7 @@ def stack(world):
 
 
 def back(world, stack, *, remove=True):
-    give_back(stack, world.cloud, paths.owner(), world.timeouts, world.events.append, remove=remove)
+    give_back(stack, [lambda: world.cloud], paths.owner(), world.timeouts, world.events.append, remove=remove)
 
 
 def test_all_good_the_stack_is_forgotten(world, stack):

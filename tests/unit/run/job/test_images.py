@@ -437,7 +437,7 @@ def test_an_image_that_does_not_fit_the_machines_that_stand_is_refused(world):
 def test_an_image_that_the_stack_made_for_it_brings_is_run_and_recorded(place):
     """A program of the user's makes one that the run file does not know."""
     whole = place.world.output
-    place.world.output = lambda handle: whole(handle).model_copy(update={"image": place.reference})
+    place.world.output = lambda *of: whole(*of).model_copy(update={"image": place.reference})
     place.world.run_file.write_text(RUN_FILE + "nodes: 1\n")
     assert runs.launch(place.world.run_file, load(place.world.run_file), place.context).exit_code == 0
     assert record.load("last").image == place.reference
@@ -447,7 +447,7 @@ def test_an_image_that_the_stack_made_for_it_brings_is_run_and_recorded(place):
 def test_the_digest_of_the_record_is_run_whatever_the_stack_says_later(place):
     whole = place.world.output
     other = f"{place.server.address}/it@sha256:{'0' * 64}"
-    place.world.output = lambda handle: whole(handle).model_copy(update={"image": other})
+    place.world.output = lambda *of: whole(*of).model_copy(update={"image": other})
     assert place.launch().exit_code == 0
     assert record.load("last").image == place.reference
     assert place.asked()[0][1]["reference"] == place.reference

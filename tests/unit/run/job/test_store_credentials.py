@@ -242,9 +242,18 @@ def test_a_later_attempt_has_the_keys_of_its_time(world, session):
     kept = keys("s3://b/x", environ={})
     before = Secrets(env={"TOKEN": "t"}, store=kept.now())
     session.serial = 2
-    run = type("S", (), {"emit": world.events.append})()
-    assert fresh_secrets(run, before, kept).store["AWS_ACCESS_KEY_ID"] == "id-2"
+    run = type("S", (), {"emit": world.events.append, "stores": {"local": before.store}})()
+    assert fresh_secrets(run, before, kept, "local").store["AWS_ACCESS_KEY_ID"] == "id-2"
     session.get_credentials = lambda: None
     fresh = keys("s3://b/x", environ={})
-    assert fresh_secrets(run, before, fresh) == before
+    assert fresh_secrets(run, before, fresh, "local").store["AWS_ACCESS_KEY_ID"] == "id-2"
     assert "no credentials" in world.of(Warned)[0].text
+
+
+def test_the_nodes_of_another_provider_never_get_them(world, session):
+    from mgpu.run.lifecycle.supervise import fresh_secrets
+
+    run = type("S", (), {"emit": world.events.append, "stores": {"local": {"AWS_ACCESS_KEY_ID": "the operator's"}}})()
+    session.get_credentials = lambda: None
+    with pytest.raises(InputError, match="no credentials"):
+        fresh_secrets(run, Secrets(), keys("s3://b/x", environ={}), "yard")

@@ -177,6 +177,11 @@ def test_once_it_is_over_the_machine_that_goes_is_the_cause():
     assert verdict.reason == "node 1: the provider takes the machine"
 
 
+def test_a_machine_that_goes_is_replaced_though_its_own_node_was_done():
+    stopped = status(Phase.FAILED, fault=Fault.STOPPED, reason="this node was asked to stop")
+    assert judge(NodeView(0, stopped), NodeView(1, status(Phase.DONE, fits=True))).lost == (1,)
+
+
 def test_a_run_that_is_done_within_the_notice_succeeded():
     assert judge(NodeView(0, status(Phase.DONE)), NodeView(1, status(Phase.DONE, fits=False))).succeeded
 

@@ -509,6 +509,27 @@ def test_peers_of_a_failed_node_are_asked_to_stop_once(watch):
     assert watch.saved.state is State.STOPPING
 
 
+def test_a_cause_that_has_passed_stays_the_cause(watch):
+    """A node comes back from a long silence, and is stopped with its peers, which were stopped because of it."""
+    first, second = watch.world.nodes
+    first.ends_when_stopped = False
+    watch.at(2, lambda: setattr(second, "reachable", False))
+    watch.at(34, lambda: setattr(second, "reachable", True))
+    watch.at(36, lambda: first.says(Phase.FAILED, fault=Fault.STOPPED, reason="this node was asked to stop"))
+    ended = watch.run()
+    assert watch.stops == [1, 1]
+    assert (ended.fault, ended.stopped_by, ended.lost) == (Fault.INFRASTRUCTURE, None, ())
+    assert "node 1 has not answered" in ended.reason
+
+
+def test_a_stop_that_nobody_owns_is_no_fault_of_the_program(watch):
+    """Its supervisor died before the nodes had ended, and this one sees no cause any more."""
+    for node in watch.world.nodes:
+        node.says(Phase.FAILED, fault=Fault.STOPPED, reason="this node was asked to stop")
+    ended = watch.run()
+    assert (ended.fault, ended.stopped_by) == (Fault.INFRASTRUCTURE, None)
+
+
 @pytest.mark.parametrize("limit", ["deadline", "hard_cap"])
 def test_a_limit_of_time_stops_the_nodes_once(watch, limit):
     watch.session.record.hard_cap_at = BEGIN + 7 if limit == "hard_cap" else 0

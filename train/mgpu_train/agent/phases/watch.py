@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
-from mgpu_train.agent.attempt.decide import Act, AttemptFailed, Cause, Ended, Watched, look
+from mgpu_train.agent.attempt.decide import Act, AttemptFailed, Cause, Ended, Watched, gone, look
 from mgpu_train.agent.attempt.hang import Hang
 from mgpu_train.agent.attempt.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.attempt.save_budget import NOTHING, Need, need
@@ -82,6 +82,7 @@ class Watch:
             self._tell_left(below())
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
+        self._blame_notice()
         self._attempt.need = lambda: NOTHING  # what was saved is on disk
         rank, rank_code = _first_failure(Path(self._attempt.layout.failure(self._attempt.job.attempt)))
         lines, known = tail(self._attempt.log, begin), self._peers.known
@@ -144,6 +145,13 @@ class Watch:
         elif (act is Act.TERMINATE or along) and not self._warned:
             self._warned = True
             launcher.terminate()
+
+    def _blame_notice(self) -> None:
+        """Some providers signal the program itself, which may end before the agent has heard of it: with exit code 0
+        where it saved, with the signal's where it did not. Neither tells whether it had finished, unless it says so."""
+        going, now = self._attempt.going, time.monotonic()
+        if self._cause is None and going is not None and self._metrics.ended is None:
+            self._cause = gone(going, now, self._attempt.times)
 
     def _ask_ranks(self) -> None:
         self._hang = evidence.collect(self._attempt, self._metrics.done)

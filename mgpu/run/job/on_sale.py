@@ -1,0 +1,101 @@
+"""What is on sale for a run: the offers of its provider, or of all providers that its run file names, in one order."""
+
+from __future__ import annotations
+
+from mgpu.errors import AuthError, InputError, MgpuError, NoOffer, ProviderError, RateLimited, Transient
+from mgpu.plan import rank
+from mgpu.plan.model import Plan
+from mgpu.providers import registry
+from mgpu.providers.base import other_usd_per_hour
+from mgpu.spec.model import ANY, RunSpec
+from mgpu.spec.rules import mistakes
+
+
+def sellers(spec: RunSpec) -> tuple[str, ...]:
+    """The providers that a run file names; of `any` those that are set up here, and that it has no mistakes for.
+
+    Raises:
+        InputError: none is.
+    """
+    if ANY not in spec.providers:
+        return spec.candidates
+    fit = [name for name in spec.candidates if not any(mistakes(spec.of(name)))]
+    found = tuple(name for name in fit if spec.of(name).options or _set_up(name))
+    if not found:
+        what = f"provider: {ANY}: none of {', '.join(fit)} is set up here"
+        raise InputError(what, "", "`mgpu check PROVIDER` says what each needs.")
+    return found
+
+
+def _set_up(name: str) -> bool:
+    try:
+        return registry.get(name).configured()
+    except InputError:  # a package that does not work
+        return False
+
+
+def plan(spec: RunSpec) -> Plan:
+    """The offers of all providers that the run file names, ranked. One that has none, or does not answer, hides no
+    other. Rents nothing.
+
+    Raises:
+        ProviderError, InputError: what the only one says.
+        NoOffer: none of several has any that fits.
+        Transient, RateLimited: the same, and one of them may have, when it answers.
+    """
+    names = sellers(spec)
+    if len(names) == 1:
+        return _of(spec.of(names[0]))
+    plans, failures = list[Plan](), dict[str, MgpuError]()
+    for name in names:
+        try:
+            plans.append(_of(spec.of(name)))
+        except (ProviderError, InputError) as error:
+            failures[name] = error
+    said = [f"{name}: {error.what}" for name, error in failures.items()]
+    if not plans:
+        for error in failures.values():
+            if isinstance(error, Transient | RateLimited):
+                raise error
+        what = f"none of {', '.join(names)} has an offer that meets the run file"
+        cure = "`mgpu plan` with one of them alone says what would change that; `mgpu check` what it lacks."
+        raise NoOffer(what, "\n".join(said), cure)
+    return rank.merged(plans, said)
+
+
+def _of(spec: RunSpec) -> Plan:
+    needed = rank.requirements(spec)
+    answer = registry.get(spec.provider, needed.provider_options).offers(needed)
+    return rank.plan(needed, answer.offers, answer.notes)
+
+
+def dearest_usd_per_hour(spec: RunSpec) -> float | None:
+    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing is on
+    sale for it, as whoever tries to rent it is told.
+
+    Raises:
+        ProviderError: a provider does not say. Of several, one that does not let this user in rents out nothing.
+    """
+    prices = list[float]()
+    for name in (names := sellers(spec)):
+        needed = rank.requirements(spec.of(name))
+        try:
+            offers, provider = _of(spec.of(name)).offers, registry.get(name, needed.provider_options)
+        except (NoOffer, AuthError, InputError) as error:
+            if len(names) == 1 and not isinstance(error, NoOffer):
+                raise
+            continue
+        dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
+        prices.append(dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest))
+    return max(prices, default=None)
+
+
+def elsewhere(spec: RunSpec, provider: str) -> bool:
+    """Whether a run whose machines this provider has may have others, of another type, in another place or of another
+    provider; False where nobody can say."""
+    try:
+        offers = plan(spec).offers
+    except (ProviderError, InputError):
+        return False
+    kinds = {(offer.provider, offer.instance_type, offer.region, offer.zone) for offer in offers}
+    return len(kinds) > 1 or all(kind[0] != provider for kind in kinds)

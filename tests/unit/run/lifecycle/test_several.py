@@ -1,0 +1,242 @@
+"""A run that may have machines of several providers: one after the other, and none is left behind at any of them."""
+
+from __future__ import annotations
+
+import pytest
+from mgpu_train.agent.status.status import Fault, Phase
+
+from mgpu.errors import AuthError, InputError, NoCapacity, NoOffer, TeardownIncomplete, Transient
+from mgpu.plan.model import Offer
+from mgpu.plan.rank import Rank
+from mgpu.providers.base import NodePhase
+from mgpu.run.fleet import inventory
+from mgpu.run.job import on_sale
+from mgpu.run.lifecycle import attach, down
+from mgpu.run.record import record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
+
+RUN_FILE = """
+name: it
+provider: [aws, slurm]
+max_hours: 1
+max_price_usd_per_hour: 100
+market: spot-then-on-demand
+command: [train.py]
+checkpoint: none
+"""
+SOLD_OUT = NoCapacity("nothing is free")
+
+
+def sells(cloud, name, price, market="spot", kind="big"):
+    cloud.name = name
+    where = {"region": "r", "market": market, "instance_type": kind, "fetched_at": 0}
+    cloud.on_sale.append(Offer(provider=name, price_usd_per_hour=price, **where))
+
+
+@pytest.fixture
+def clouds(world):
+    """Two providers; aws is the cheaper one on the spot market and the dearer one on demand."""
+    aws, slurm = world.cloud, type(world.cloud)()
+    world.elsewhere["slurm"] = slurm
+    sells(aws, "aws", 1.0)
+    sells(aws, "aws", 9.0, "on-demand")
+    sells(slurm, "slurm", 2.0, "on-demand")
+    return {"aws": aws, "slurm": slurm}
+
+
+def ups(world):
+    return [call.removeprefix("up at ") for call in world.calls if call.startswith("up at ")]
+
+
+def test_the_best_offers_provider_is_asked_first_and_alone_where_it_has_machines(project, clouds):
+    outcome = project.launch()
+    assert outcome.record.state is State.SUCCEEDED
+    assert (outcome.record.provider, ups(project.world)) == ("aws", ["aws"])
+    assert project.world.ranked_up_to == [Rank(on_demand=True, preference=0, usd_per_hour=2.0)]
+    assert outcome.record.spending[0].provider == "aws"
+
+
+def test_one_without_machines_is_followed_by_the_next_as_their_offers_rank(project, clouds):
+    world = project.world
+    world.hooks |= {"up at aws": SOLD_OUT, "up at slurm": SOLD_OUT}
+    outcome = project.launch("recovery: {wait_minutes: 0}")
+    assert ups(world) == ["aws", "slurm", "aws"], "dear machines of the first one come after the second one's"
+    assert isinstance(outcome.error, NoCapacity)
+    assert world.ranked_up_to == []
+
+
+def test_whoever_has_none_is_left_and_the_run_is_the_others(project, clouds):
+    project.world.hooks["up at aws"] = SOLD_OUT
+    outcome = project.launch()
+    assert outcome.record.state is State.SUCCEEDED
+    assert (outcome.record.provider, outcome.record.asked) == ("slurm", ["aws", "slurm"])
+    assert outcome.record.spending[0].provider == "slurm"
+    project.nothing_is_left()
+
+
+def test_what_waiting_does_not_mend_at_one_is_no_end_and_what_it_may_mend_is_waited_for(project, clouds):
+    world = project.world
+    world.hooks |= {"up at aws": AuthError("no credentials"), "up at slurm": SOLD_OUT}
+    world.timeouts = world.timeouts.model_copy(update={"sold_out_s": 0.01})
+
+    def free_again():
+        if len(ups(world)) == 3:
+            del world.hooks["up at slurm"]
+
+    world.hooks["init"] = free_again
+    assert project.launch("recovery: {wait_minutes: 1}").record.state is State.SUCCEEDED
+    assert ups(world) == ["aws", "slurm", "aws", "aws", "slurm"]
+
+
+def test_one_that_cannot_be_asked_hides_no_other(project, clouds):
+    clouds["aws"].refuses |= {"offers": [Transient("no answer")], "check": [Transient("no answer")]}
+    spec = project.spec()
+    plan = on_sale.plan(spec)
+    assert [offer.provider for offer in plan.offers] == ["slurm"]
+    assert plan.notes == ("aws: no answer",)
+    assert project.launch().record.provider == "slurm"
+
+
+def test_where_nobody_has_anything_all_of_them_say_why(project, clouds):
+    for each in clouds.values():
+        each.on_sale.clear()
+    with pytest.raises(NoOffer) as caught:
+        on_sale.plan(project.spec())
+    assert "none of aws, slurm" in caught.value.what
+    assert caught.value.why.count("no offer of provider") == 2
+
+
+def test_the_machines_of_all_who_were_asked_are_looked_for_and_swept(project, clouds, world):
+    """The first one's create may have come through although its answer did not."""
+    left = clouds["aws"].rent(f"mine-{project.left_behind().run_id}")
+    found = record.load("run-1")
+    found.candidates = {"aws": {"profile": "p"}, "slurm": {}}
+    found.goes_to("aws")
+    found.goes_to("slurm")
+    record.save(found)
+    assert dict(inventory._Users([found]).named) == {"aws": {"profile": "p"}, "slurm": {}}
+    down.down(found, project.context)
+    assert clouds["aws"].phases[left.ids[0]] is NodePhase.TERMINATED
+
+
+def test_the_rights_that_any_of_them_gave_are_taken_away(project, clouds, world):
+    project.left_behind()
+    found = record.load("run-1")
+    found.candidates, found.store_granted = {"aws": {}, "slurm": {}}, True
+    found.goes_to("aws")
+    found.goes_to("slurm")
+    record.save(found)
+    down.down(found, project.context)
+    assert [each.revoked for each in clouds.values()] == [["run-1"], ["run-1"]]
+
+
+def test_a_gang_whose_provider_has_nothing_left_goes_on_at_another(project, clouds, monkeypatch):
+    world = project.world
+    world.timeouts = world.timeouts.model_copy(update={"sold_out_s": 0.01})
+    monkeypatch.setattr("mgpu.run.lifecycle.recovery.MOVE_AFTER_S", 0.0)
+    attempts = list[str]()
+
+    def train(node, job):
+        attempts.append(record.load("last").provider)
+        if len(attempts) > 1:
+            return world.succeed(node, job)
+        world.hooks["up at aws"] = SOLD_OUT
+        clouds["aws"].on_sale.clear()  # as providers say that have none
+        return node.says(Phase.FAILED, attempt=job.attempt, fault=Fault.PROVIDER, reason="the provider takes it")
+
+    world.program = train
+    outcome = project.launch("recovery: {attempts: 3}")
+    assert outcome.record.state is State.SUCCEEDED, outcome.error
+    assert attempts == ["aws", "slurm"]
+    assert [each.provider for each in outcome.record.spending] == ["aws", "slurm"]
+    project.nothing_is_left()
+
+
+def test_a_supervisor_that_takes_over_keeps_the_fleet_that_was_made(project, clouds, world):
+    """Its provider is the second one; the first one has machines again."""
+    project.spec()
+    found = world.record("run-1", candidates={"aws": {}, "slurm": {}})
+    found.goes_to("slurm")
+    record.save(found)
+    Folder("run-1").make()
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    handle = clouds["slurm"].rent("mine-run-1")
+    world.stacks["run-1"] = world.output(handle, "slurm")
+    outcome = attach.attach(found, project.context)
+    assert outcome is not None
+    assert outcome.record.state is State.SUCCEEDED, outcome.error
+    assert ups(world) == ["slurm"]
+
+
+def test_any_is_whoever_is_set_up_and_whom_the_run_file_suits(project, clouds):
+    """Kubernetes needs an image, which this run file does not name."""
+    clouds["slurm"].is_configured = False
+    spec = project.spec().model_copy(update={"providers": ("any",)})
+    assert "kubernetes" in spec.candidates
+    assert set(on_sale.sellers(spec)) == {"aws", "hosts"}, "the fake is any of them but slurm"
+
+
+def test_nobody_gets_rights_in_the_store_before_it_has_the_machines(project, clouds):
+    """They would stay there, with nobody who takes them away."""
+    project.world.hooks["up at aws"] = SOLD_OUT
+    project.world.timeouts = project.world.timeouts.model_copy(update={"stop_grace_s": 0.1})
+    outcome = project.launch("data: [{from: s3://my-data/x, to: x}]\n", nodes=1)
+    aws, slurm = clouds.values()
+    assert aws.granted == []
+    assert [run for run, *_ in slurm.granted] == [outcome.record.run_id] == slurm.revoked
+    assert not outcome.record.store_granted
+
+
+def test_where_one_cannot_be_reached_any_more_the_others_machines_go_all_the_same(project, clouds, world):
+    project.left_behind()
+    found = record.load("run-1")
+    found.candidates = {"aws": {}, "slurm": {}}
+    found.goes_to("aws")
+    found.goes_to("slurm")
+    record.save(found)
+    stray = clouds["slurm"].rent("mine-run-1")
+    clouds["aws"].refuses["list_owned"] = [AuthError("the key has expired")]
+    with pytest.raises(TeardownIncomplete, match="may still be billed"):
+        down.down(found, project.context)
+    assert clouds["slurm"].phases[stray.ids[0]] is NodePhase.TERMINATED
+
+
+def test_a_supervisor_that_takes_over_asks_first_where_the_dead_one_was_asking(project, clouds, world):
+    """Its create may have taken the last machines: the plan of now shows none there."""
+    project.spec()
+    found = world.record("run-1", candidates={"aws": {}, "slurm": {}})
+    found.goes_to("slurm")
+    record.save(found)
+    Folder("run-1").make()
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    clouds["slurm"].on_sale.clear()
+    outcome = attach.attach(found, project.context)
+    assert outcome is not None
+    assert (ups(world), outcome.record.asking) == (["slurm"], "")
+
+
+def test_what_is_wrong_with_one_of_them_is_no_end(project, clouds):
+    project.world.hooks["up at aws"] = InputError("image: it needs another driver")
+    outcome = project.launch()
+    assert (outcome.record.state, outcome.record.provider) == (State.SUCCEEDED, "slurm")
+
+
+def test_a_short_silence_of_all_is_waited_for(project, clouds):
+    for each in clouds.values():
+        each.refuses["offers"] = [Transient("no answer"), Transient("no answer")]
+    spec = project.spec()
+    with pytest.raises(Transient):
+        on_sale.plan(spec)
+    clouds["aws"].refuses["offers"].clear()
+    assert project.launch().record.provider == "aws"
+
+
+def test_a_limit_by_the_hour_counts_the_dearest_of_all_and_whoever_does_not_answer_is_waited_for(project, clouds):
+    spec = project.spec()
+    assert on_sale.dearest_usd_per_hour(spec) == 9.0
+    clouds["slurm"].refuses["offers"] = [Transient("no answer")]
+    with pytest.raises(Transient):
+        on_sale.dearest_usd_per_hour(spec)
+    clouds["slurm"].refuses["offers"] = [AuthError("no credentials")]
+    assert on_sale.dearest_usd_per_hour(spec) == 9.0
