@@ -38,7 +38,8 @@ Json = dict[str, Any]
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CALL_S, _START_S = 60.0, 30.0
 _HELD = 'dir=$1; shift; "$@" </dev/null & cat >/dev/null; kill $!; rm -rf "$dir"'  # until its input ends
-_LOGIN = r"[Uu]nauthorized|must be logged in|getting credentials|credential|x509|certificate"
+_LOGIN = r"[Uu]nauthorized|must be logged in|getting credentials"
+_SOCKET_NAME = 80  # bytes of a folder's name that leave room for a socket's
 _CHECK = "`mgpu check kubernetes` says what is missing, with the least role that has it."
 
 
@@ -66,15 +67,17 @@ class Access:
         named = {"kubeconfig": self.kubeconfig, "context": self.context}
         return [program, *(f"--{name}={value}" for name, value in named.items() if value), *arguments]
 
-    def place(self) -> tuple[str, str]:
-        """The names of context and namespace that kubectl would use. Raises InvalidRequest."""
+    def place(self) -> tuple[str, str, str]:
+        """The names of context and namespace that kubectl would use, and the API server's address: many a cluster's
+        context is called `default`. Raises InvalidRequest."""
         done = _run(self.kubectl("config", "view", "--minify", "--output=json"))
         if done.returncode == 0:
             told = json.loads(done.stdout)
-            contexts = told.get("contexts") or [{}]
-            return told.get("current-context", ""), contexts[0].get("context", {}).get("namespace") or "default"
+            context = (told.get("contexts") or [{}])[0].get("context", {})
+            server = (told.get("clusters") or [{}])[0].get("cluster", {}).get("server", "")
+            return told.get("current-context", ""), context.get("namespace") or "default", server
         if not self.context and IN_CLUSTER.exists():
-            return "", IN_CLUSTER.read_text().strip()
+            return "", IN_CLUSTER.read_text().strip(), ""
         cure = "Name one in `kubernetes: {context: ...}`; `kubectl config get-contexts` lists them."
         raise InvalidRequest("kubernetes: kubectl has no such context", done.stderr.strip(), cure)
 
@@ -90,7 +93,9 @@ class _Proxy:
     """A kubectl that carries calls for this process."""
 
     def __init__(self, access: Access) -> None:
-        self.folder = tempfile.mkdtemp(prefix="mgpu-kube-")
+        access.kubectl()
+        short = len(tempfile.gettempdir()) < _SOCKET_NAME
+        self.folder = tempfile.mkdtemp(prefix="mgpu-kube-", dir=None if short else "/tmp")  # noqa: S108  a new one, 0700
         self.path = str(Path(self.folder) / "api")
         argv = ["/bin/sh", "-c", _HELD, "sh", self.folder, *access.kubectl("proxy", f"--unix-socket={self.path}")]
         self._process = subprocess.Popen(
@@ -103,11 +108,16 @@ class _Proxy:
         )
         timer = threading.Timer(_START_S, self.close)
         timer.start()
-        said = self._process.stdout.readline() if self._process.stdout else ""  # "Starting to serve on ..."
+        said = list[str]()
+        for line in self._process.stdout or ():  # "Starting to serve on ...", after what it warns of
+            said.append(line.strip())
+            if line.startswith("Starting"):
+                break
         timer.cancel()
-        if not said.startswith("Starting"):
+        if not (said and said[-1].startswith("Starting")):
             self.close()
-            raise InvalidRequest("kubernetes: kubectl proxy does not start", said.strip(), "Try `kubectl get pods`.")
+            why = "\n".join(said[-8:])
+            raise InvalidRequest("kubernetes: kubectl proxy does not start", why, "Try `kubectl get pods`.")
         # whoever writes to a pipe that is not read stops some day
         threading.Thread(target=self._drain, name="kubectl proxy", daemon=True).start()
 
@@ -158,6 +168,13 @@ def dial(access: Access, seconds: float) -> socket.socket:
     raise AssertionError
 
 
+def renew(access: Access) -> None:
+    """Has the next call start another kubectl, which reads its configuration anew."""
+    with _lock:
+        if proxy := _proxies.pop(access, None):
+            proxy.close()
+
+
 class _Connection(http.client.HTTPConnection):
     def __init__(self, access: Access) -> None:
         super().__init__("localhost", timeout=_CALL_S)
@@ -200,6 +217,15 @@ class Cluster:
         query: Mapping[str, str],
         body: Json | None = None,
         lost: type[ProviderError] = Transient,
+    ) -> str:
+        try:
+            return self._asked(method, path, query, body, lost)
+        except AuthError:  # kubectl reads a log-in once: there may be a newer one
+            renew(self.access)
+            return self._asked(method, path, query, body, lost)
+
+    def _asked(
+        self, method: str, path: str, query: Mapping[str, str], body: Json | None, lost: type[ProviderError]
     ) -> str:
         what = f"kubernetes: {method} {path}"
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"

@@ -63,6 +63,7 @@ class PodStream:
         except BaseException:
             connection.close()
             raise
+        connection.setblocking(False)  # whoever waits does it by `select`
 
     def _open(self, deadline: float) -> None:
         self._protocol.send_request(self._protocol.connect())
@@ -139,22 +140,24 @@ class PodStream:
             del self._unsent[:sent]
 
     def _receive(self) -> None:
-        data = self._socket.recv(_CHUNK)
+        try:
+            data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return  # another thread was faster
         with self._lock:
             if data:
                 self._protocol.receive_data(data)
             else:
                 self._protocol.receive_eof()
                 self._ended = True
-            events = self._protocol.events_received()
+            for event in self._protocol.events_received():
+                self._take(event)
             self._unsent += b"".join(self._protocol.data_to_send())  # pongs; they go with what is sent next
             if len(self._unsent) < _CHUNK:
                 try:
                     self._unsent = self._unsent[self._socket.send(self._unsent, socket.MSG_DONTWAIT) :]
-                except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+                except (BlockingIOError, BrokenPipeError, ConnectionResetError, TimeoutError):
                     pass
-        for event in events:
-            self._take(event)
         if self._protocol.handshake_exc is not None:
             raise ConnectionError(self._trouble or str(self._protocol.handshake_exc))
 

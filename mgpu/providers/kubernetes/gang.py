@@ -43,7 +43,8 @@ class Pod:
         self.address: str = self._status.get("podIP", "")
         self.grace_s: float | None = about.get("deletionGracePeriodSeconds")
         self.ends_at = stamp(about["deletionTimestamp"]) if "deletionTimestamp" in about else None
-        self._containers: list[Json] = self._status.get("containerStatuses", [])
+        every: list[Json] = self._status.get("containerStatuses", [])
+        self._containers = [each for each in every if each.get("name") == manifest.CONTAINER]  # others were put beside
 
     @property
     def going(self) -> bool:
@@ -73,6 +74,10 @@ class Pod:
     def latest_end(self) -> float:
         """UNIX seconds: by its own clock and its node's it is gone then, whatever the API says."""
         began = self.hard_cap_at or (float("inf") if self.node else 0.0)
+        for each in self._containers:  # the node's own clock counts from here, after the image was pulled
+            if at := each.get("state", {}).get("running", {}).get("startedAt"):
+                own = stamp(at) + self._spec["activeDeadlineSeconds"]
+                began = max(began, min(own, self._ends_by or own))
         return began + self._spec.get("terminationGracePeriodSeconds", 30) + _SLACK_S if began else float("inf")
 
     def phase(self, ended: bool, given_back: bool, now: float) -> Seen:

@@ -26,6 +26,14 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 QUEUE = "kueue.x-k8s.io/queue-name"
 # what NVIDIA's and AMD's discovery, and the clouds, say of a node's GPUs
 PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
+CONTAINER = "node"
+"""The one of a pod that is a node; a mesh may put others beside it."""
+# a node that is moved ends the whole gang, and a mesh's container would outlive it
+_LEFT_ALONE = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+    "sidecar.istio.io/inject": "false",
+}
 ANY = "node"
 """The type of nodes of which nothing is known, or that need no GPUs."""
 KEPT_S = 3600  # that an ended Job stays: its name is the token, and no late request makes a second gang of it
@@ -66,7 +74,7 @@ def job(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpti
         "activeDeadlineSeconds": _until(request, request.hard_cap_s + options.queue_s()),
         "ttlSecondsAfterFinished": KEPT_S,
         "template": {
-            "metadata": about(request, token) | {"finalizers": [ENDED]},
+            "metadata": _of_pods(about(request, token)),
             "spec": _pod(request, offer, token, options),
         },
     }
@@ -75,6 +83,10 @@ def job(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpti
     if options.queue:
         found["labels"][QUEUE] = options.queue
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": found | {"name": name(token)}, "spec": spec}
+
+
+def _of_pods(known: Json) -> Json:
+    return {**known, "annotations": {**known["annotations"], **_LEFT_ALONE}, "finalizers": [ENDED]}
 
 
 def stone(token: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> Json:
@@ -123,7 +135,7 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
         source = {"persistentVolumeClaim": {"claimName": claimed, "readOnly": mode == "ro"}}
         volumes[f"claim-{number}"] = (path, source, mode == "ro")
     container = {
-        "name": "node",
+        "name": CONTAINER,
         "image": request.image,
         "command": ["python3", "-c", _BOOT, files, json.dumps(asked), _FOLDER],
         "resources": {"limits": amounts, "requests": amounts},

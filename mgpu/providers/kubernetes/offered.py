@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu.errors import PermissionDenied
+from mgpu.errors import PermissionDenied, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import Offers
 from mgpu.providers.kubernetes import manifest
@@ -27,8 +27,8 @@ _LEFT_OUT = re.compile(
 
 
 @functools.cache
-def names(access: Access) -> tuple[str, str]:
-    """Context and namespace that kubectl uses; asked for once, so that all of a process speaks to one cluster."""
+def names(access: Access) -> tuple[str, str, str]:
+    """Context, namespace and API server that kubectl uses; asked for once: all of a process speaks to one cluster."""
     return access.place()
 
 
@@ -39,6 +39,7 @@ class Place:
     cluster: Cluster
     context: str
     namespace: str
+    server: str = ""
 
     @property
     def region(self) -> str:
@@ -67,8 +68,12 @@ class Place:
             return {}
 
     def all(self, path: str, selector: str) -> list[Json]:
-        """The objects that have these labels."""
-        return self.cluster.get(path, labelSelector=selector)["items"]
+        """The objects that have these labels. Raises Transient: what answers is no API server, and nothing is known."""
+        try:
+            return self.cluster.get(path, labelSelector=selector)["items"]
+        except Missing as error:
+            cure = "Is it a Kubernetes API server that kubectl speaks to?"
+            raise Transient(f"kubernetes: GET {path}", str(error), cure) from error
 
     def events(self, job: Json | None) -> str:
         """What was last said of a Job whose pods cannot be made; empty: nothing, or this user may not see it."""
@@ -120,8 +125,7 @@ def offers(place: Place, options: KubernetesOptions, needed: Requirements, now: 
     try:
         seen = place.cluster.get("/api/v1/nodes")["items"]
     except PermissionDenied:
-        gpu = needed.gpu[0] if needed.gpu and needed.gpus_per_node else None
-        offer = Offer(instance_type=manifest.ANY, gpu=gpu, vcpus=options.cpus_per_node or 0, **common)
+        offer = Offer(instance_type=manifest.ANY, gpu=_asked(needed), vcpus=options.cpus_per_node or 0, **common)
         note = "nodes may not be listed: which GPUs there are is not known; `kubernetes.node_selector` says which nodes"
         return Offers(offers=(offer,), source=source, notes=(note,))
     usable = [node for node in seen if _usable(node, options)]
@@ -135,7 +139,7 @@ def offers(place: Place, options: KubernetesOptions, needed: Requirements, now: 
         cpus, memory = (min(amount(_has(node, each)) for node in nodes) for each in ("cpu", "memory"))
         offer = Offer(
             instance_type=product,
-            gpu=gpu_name(product) if needed.gpus_per_node and product != manifest.ANY else None,
+            gpu=_gpu(product, options, needed),
             vcpus=options.cpus_per_node or int(cpus),
             memory_gib=round(options.memory_gib or memory / 2**30, 1),
             **common,
@@ -153,7 +157,21 @@ def offers(place: Place, options: KubernetesOptions, needed: Requirements, now: 
             notes.append(f"{offer.gpu or product}: {free} of {len(nodes)} nodes have {needed.gpus_per_node} GPUs free")
     if not usable and seen:
         notes.append(f"none of {len(seen)} nodes is ready, has the labels of `node_selector`, and no other taint")
+    if not found:
+        found.append(Offer(instance_type=manifest.ANY, gpu=_asked(needed), vcpus=options.cpus_per_node or 0, **common))
+        notes.append("no node has what is asked for now: pods come only if the cluster grows")
     return Offers(offers=tuple(found), source=source, notes=tuple(notes))
+
+
+def _asked(needed: Requirements) -> str | None:
+    return needed.gpu[0] if needed.gpu and needed.gpus_per_node else None
+
+
+def _gpu(product: str, options: KubernetesOptions, needed: Requirements) -> str | None:
+    """Nodes that no label names the GPUs of have those that are asked for, where the run file says which nodes."""
+    if product == manifest.ANY or not needed.gpus_per_node:
+        return _asked(needed) if options.node_selector else None
+    return gpu_name(product)
 
 
 def _has(node: Json, resource: str) -> object:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import Conflict, InvalidRequest, NoOffer, Transient
+from mgpu.errors import AuthError, Conflict, InvalidRequest, NoOffer, PermissionDenied, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     Finding,
@@ -62,7 +62,7 @@ class KubernetesProvider(Provider):
         """The API answers, and shows this user's pods. Raises what is missing."""
         self._require()
         place = self._place()
-        place.cluster.get(place.pods, limit="1")
+        place.all(place.pods, f"{manifest.OWNER}=none")
 
     def configured(self) -> bool:
         """kubectl is there, and has somewhere to go."""
@@ -133,7 +133,7 @@ class KubernetesProvider(Provider):
     def describe(self, handle: Handle) -> FleetState:
         """The Job and its pods as the API has them. A pod is gone when its container is said to have ended, or its node
         is no more; one that was deleted by force, or whose node is silent, may go on working."""
-        place = self._place(handle.region)
+        place = self._place(handle.region, handle.account)
         gang = self._gang(place, handle.token)
         return FleetState(nodes=tuple(self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)))
 
@@ -147,7 +147,7 @@ class KubernetesProvider(Provider):
             gang = Gang(jobs.get(token), tuple(Pod(pod) for pod in pods if _token(pod) == token))
             if gang.over and all(pod.ended for pod in gang.pods):
                 for pod in gang.pods:
-                    with suppress(Exists):
+                    with suppress(Exists, PermissionDenied):  # who may only look leaves it
                         self._let_go(place, pod)
             else:
                 found.append(self._handle(place, token, _about(one)))
@@ -157,7 +157,7 @@ class KubernetesProvider(Provider):
         """Ends the Job and its pods: a gang ends as one. True when each pod's end has been seen."""
         if nodes is not None and not any(nodes):
             return True
-        place = self._place(handle.region)
+        place = self._place(handle.region, handle.account)
         gang = self._gang(place, handle.token)
         try:
             if not gang.over:
@@ -209,17 +209,23 @@ class KubernetesProvider(Provider):
             why = "kubectl is not on PATH, or has no kubeconfig"
             raise NoOffer("no Kubernetes is known here", why, "Install kubectl, and log in to your cluster.")
 
-    def _place(self, region: str = "") -> offered.Place:
+    def _place(self, region: str = "", account: str = "") -> offered.Place:
         """Where pods are asked for. `region`: of an offer or a handle, which keeps its cluster whatever kubectl's
-        current context is by now."""
+        current context is by now; `account`: the API server that it was at. Raises AuthError: it is another one now."""
         context, _, namespace = region.rpartition("/")
         options = self._options
         access = Access(options.kubeconfig or "", options.context or (context if context != offered.HERE else ""))
+        if context == offered.HERE and not in_cluster():
+            why = "It was asked for by an mgpu that ran in a pod of its cluster, without a kubeconfig."
+            raise AuthError("kubernetes: this process is in no cluster", why, "Name its context: `kubernetes.context`.")
+        known, usual, server = offered.names(access)
         if not namespace:
-            context, namespace = offered.names(access)
+            context, namespace = known, options.namespace or usual
             access = Access(access.kubeconfig, context)
-            namespace = options.namespace or namespace
-        return offered.Place(self._cluster(access), context or offered.HERE, namespace)
+        if account and server and account != server:
+            why = f"Context {context} is that of {server} now, the pods are at {account}."
+            raise AuthError("kubernetes: another cluster has the context's name", why, "Name the first one's context.")
+        return offered.Place(self._cluster(access), context or offered.HERE, namespace, server)
 
     def _of(self, requirements: Requirements) -> KubernetesOptions:
         return KubernetesOptions.of({**self._options.flat(), **requirements.provider_options})
@@ -237,12 +243,13 @@ class KubernetesProvider(Provider):
             token=token,
             ids=tuple(f"{token[:10]}-{rank}" for rank in range(about["nodes"])),
             made_at=made_at,
+            account=place.server,
         )
 
     def _node(self, place: offered.Place, gang: Gang, rank: int, name: str) -> NodeState:
         if not name:
             return NodeState(rank=rank, id="", phase=NodePhase.TERMINATED, reason="no machine was made for this rank")
-        pod = gang.of(rank)
+        pod = gang.of(int(name.rpartition("-")[2]))  # a handle may name a part of them
         if pod is None:
             phase, reason, cure = gang.without(lambda: place.events(gang.job))
             return NodeState(

@@ -342,3 +342,7 @@ def test_of_two_pods_of_a_rank_the_first_counts():
 
 def test_the_program_of_a_pod_is_python_that_needs_nothing():
     compile(textwrap.dedent(pod_of(KubernetesOptions())["containers"][0]["command"][2]), "boot", "exec")
+
+
+def test_a_webhooks_certificate_is_no_log_in():
+    assert type(refused("what", 500, json.dumps({"message": "webhook: x509: unknown authority"}))) is Transient
