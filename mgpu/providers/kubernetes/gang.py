@@ -61,7 +61,9 @@ class Pod:
         """Whether nothing of it runs, by the word of its node, or because it has never had one."""
         if not self.node:
             return self.going or self.failed
-        return self.failed and not any("running" in each.get("state", {}) for each in self._containers)
+        states = [each.get("state", {}) for each in self._containers]
+        over = bool(states) and all("terminated" in each for each in states)
+        return over or (self.failed and not any("running" in each for each in states))
 
     @property
     def hard_cap_at(self) -> float:

@@ -22,12 +22,13 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import FleetRequest, NodePhase
+from mgpu.providers.base import FleetRequest, Handle, NodePhase
 from mgpu.providers.kubernetes import manifest, offered
-from mgpu.providers.kubernetes.cluster import Access, Exists, Missing, refused
+from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Missing, refused
 from mgpu.providers.kubernetes.findings import roles
 from mgpu.providers.kubernetes.gang import Gang, Pod
 from mgpu.providers.kubernetes.options import KubernetesOptions
+from mgpu.providers.kubernetes.provider import KubernetesProvider
 from mgpu.spec.load import loads
 
 TOKEN = "f0" * 20
@@ -346,3 +347,59 @@ def test_the_program_of_a_pod_is_python_that_needs_nothing():
 
 def test_a_webhooks_certificate_is_no_log_in():
     assert type(refused("what", 500, json.dumps({"message": "webhook: x509: unknown authority"}))) is Transient
+
+
+@pytest.mark.parametrize("beside", [[], [{"name": "istio-proxy", "state": {"running": {}}}]])
+def test_a_pod_is_what_its_own_container_is_whatever_was_put_beside_it(beside):
+    over = [{"name": manifest.CONTAINER, "state": {"terminated": {"exitCode": 0}}}]
+    assert seen(phase="Running" if beside else "Succeeded", containerStatuses=[*over, *beside]).ended
+
+
+def test_a_nodes_own_clock_counts_from_its_container_which_comes_after_the_image():
+    late = [{"name": manifest.CONTAINER, "state": {"running": {"startedAt": _stamp(NOW + 540)}}}]
+    at_once = [{"name": manifest.CONTAINER, "state": {"running": {"startedAt": _stamp(NOW)}}}]
+    pulled, there = (seen(containerStatuses=each).latest_end for each in (late, at_once))
+    assert pulled - there == 540
+
+
+def test_another_cluster_with_the_contexts_name_is_not_believed(monkeypatch):
+    """Of k3s every context is called `default`; one that has no such pods would say that they are gone."""
+    monkeypatch.setattr(offered, "names", lambda access: ("default", "n", "https://second"))
+    provider = KubernetesProvider({}, cluster=lambda access: pytest.fail("it was asked"))
+    made = {"provider": "kubernetes", "region": "default/n", "fleet": "f", "generation": 1, "token": TOKEN}
+    handle = Handle(**made, ids=("f0f0f0f0f0-0",), account="https://first")
+    for call in (provider.describe, provider.destroy):
+        with pytest.raises(AuthError, match="another cluster"):
+            call(handle)
+    inside = handle.model_copy(update={"region": f"{offered.HERE}/n"})
+    with pytest.raises(AuthError, match="in no cluster"):
+        provider.describe(inside)
+
+
+def test_a_renewed_log_in_reaches_a_process_that_runs(monkeypatch):
+    answers, renewed = [AuthError("old"), "{}"], list[Access]()
+
+    def asked(*_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("mgpu.providers.kubernetes.cluster.renew", renewed.append)
+    cluster = Cluster(Access("", "c"))
+    monkeypatch.setattr(cluster, "_asked", asked)
+    assert cluster.get("/x") == {}
+    assert renewed == [Access("", "c")]
+
+
+def test_a_cluster_that_has_to_grow_first_makes_an_offer():
+    class Empty:
+        def get(self, path, **_):
+            return {"items": []}
+
+    needed = Requirements.model_validate(
+        {"provider": "kubernetes", "gpus_per_node": 8, "gpu": ["H100"], "max_price_usd_per_hour": 9, "max_hours": 1}
+    )
+    found = offered.offers(offered.Place(Empty(), "c", "n"), KubernetesOptions(), needed, NOW)
+    assert [(each.gpu, each.gpus) for each in found.offers] == [("H100", 8)]
+    assert any("grows" in note for note in found.notes)
