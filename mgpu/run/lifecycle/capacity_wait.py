@@ -58,7 +58,7 @@ class CapacityWait:
                     raise
                 wait_s = min(left_s, pause_s * (JITTER[0] + (JITTER[1] - JITTER[0]) * self.random()))
                 self.session.emit(Note(f"{refusal.what}; asking again in {_span(wait_s)}, for {_span(left_s)} at most"))
-                self._wait(wait_s)
+                paused(self.session, wait_s, self.clock, self.sleep)
                 pause_s = min(2 * pause_s, longest_s)
 
     def _remember(self, since: float) -> None:
@@ -66,12 +66,21 @@ class CapacityWait:
             self.session.record.sold_out_since = since
             self.session.save()
 
-    def _wait(self, seconds: float) -> None:
-        until = self.clock() + seconds
-        while (left_s := until - self.clock()) > 0:  # a second at a time: who asks for the end does not wait for it
-            self.session.check()
-            self.sleep(min(1.0, left_s))
-        self.session.check()
+
+def paused(
+    session: Session,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Waits, a second at a time: who asks for the end does not wait for it. False: nothing has ended the wait; what
+    does is raised, as by `Session.check`."""
+    until = clock() + seconds
+    while (left_s := until - clock()) > 0:
+        session.check()
+        sleep(min(1.0, left_s))
+    session.check()
+    return False
 
 
 def _span(seconds: float) -> str:

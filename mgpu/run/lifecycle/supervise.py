@@ -38,7 +38,7 @@ from mgpu.run.job.request import Request, env_secrets, require_all_secrets, reso
 from mgpu.run.job.stack_output import provider_for, provider_of, targets, usd_per_hour
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt import conduct, watch_again
-from mgpu.run.lifecycle.capacity_wait import CapacityWait
+from mgpu.run.lifecycle.capacity_wait import CapacityWait, paused
 from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
 from mgpu.run.lifecycle.post_mortem import of_the_store, over
 from mgpu.run.lifecycle.recovery import Attempts
@@ -415,17 +415,8 @@ def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
     """A fleet, wherever the run file allows. Raises what `bring_up` raises."""
     if len(spec.candidates) == 1:
         return bring_up(session, stack)
-    plan = partial(patiently, lambda: on_sale.plan(spec), session.timeouts.provision_s, partial(_paused, session))
+    plan = partial(patiently, lambda: on_sale.plan(spec), session.timeouts.provision_s, partial(paused, session))
     return bring_up_anywhere(session, stack, lambda: turns(plan()))
-
-
-def _paused(session: Session, seconds: float) -> bool:
-    """Waits; who asks for the end meanwhile waits for no provider that is busy. Raises what `check` raises."""
-    until = time.monotonic() + seconds
-    while (left_s := until - time.monotonic()) > 0:
-        session.check()
-        time.sleep(min(1.0, left_s))
-    return False
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -463,7 +454,7 @@ def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys, provider:
     """With the store's credentials as they are now: a later attempt may begin hours after they were read first. Where
     there are none now, nodes get those that nodes of this provider had before; if none had, the error is raised."""
     try:
-        session.stores[provider] = patiently(keys.now, _GRANT_S, partial(_paused, session))
+        session.stores[provider] = patiently(keys.now, _GRANT_S, partial(paused, session))
     except (InputError, ProviderError) as error:
         if provider not in session.stores:
             raise

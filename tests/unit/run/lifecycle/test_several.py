@@ -22,6 +22,7 @@ from mgpu.run.fleet import inventory
 from mgpu.run.job import on_sale
 from mgpu.run.lifecycle import attach, down, supervise
 from mgpu.run.lifecycle import launch as runs
+from mgpu.run.lifecycle.capacity_wait import paused
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State
@@ -300,4 +301,4 @@ def test_who_asks_for_the_end_waits_for_no_provider_that_is_silent(project, clou
     session = Session(project.left_behind(), world.events.append, world.timeouts)
     Folder("run-1").stop.touch()
     with pytest.raises(Interrupted):
-        supervise._paused(session, 600)
+        paused(session, 600)
