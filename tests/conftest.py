@@ -22,7 +22,7 @@ from fakes import gateway, hosts
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
 from fakes.hosts import Rack
-from fakes.kube.cluster import kube, kube_cluster  # noqa: F401  fixtures, one cluster for the session
+from fakes.kube.cluster import end_cluster, kube, kube_cluster  # noqa: F401  fixtures
 from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 from fakes.slurm import slurm, slurm_cluster  # noqa: F401  fixtures, one cluster for the session
@@ -46,6 +46,12 @@ DRAWING = pytest.StashKey[draw.Drawing]()
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was read stays, and is not gone through again and again
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # what the test itself has started ends before it
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or scheduling.shared(nextitem.nodeid) != scheduling.KUBERNETES:
+        end_cluster(item.config)
 
 
 @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off

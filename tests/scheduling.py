@@ -24,13 +24,14 @@ WHOLE_RUNS = (
     "tests/newcomers/",
 )
 WHOLE_RUNS_AT_ONCE = 3 if os.environ.get("MGPU_DRAW") == draw.ALL else 2  # of all tests they take the longest
-# Files that share a worker, for they share what takes long to start.
+# Files that share a worker, for they share what takes long to start; see also `shared`.
+KUBERNETES = "a Kubernetes"
 TOGETHER = {
     "a Docker engine": (
         *("tests/remote/container/", "tests/infra/test_image.py"),
         *("tests/emulated/test_trainer_image.py", "tests/emulated/test_operator_image.py"),
     ),
-    "a Kubernetes": ("tests/contract/test_kube", "tests/e2e/test_kubernetes.py"),
+    KUBERNETES: ("tests/contract/test_kube", "tests/e2e/test_kubernetes.py"),
     "torch": (
         *("tests/train/test_saving.py", "tests/train/test_export.py", "tests/train/test_shards.py"),
         "tests/train/test_trainer",
@@ -50,6 +51,13 @@ GUESSES = {
 }
 
 
+def shared(nodeid: str) -> str | None:
+    """What a test shares with those of other files."""
+    if nodeid.startswith("tests/contract/test_provider.py") and nodeid.endswith("[kubernetes]"):
+        return KUBERNETES
+    return next((what for what, files in TOGETHER.items() if nodeid.startswith(files)), None)
+
+
 class LongestFirst(LoadFileScheduling):
     """Tests of one file share a worker, and those of TOGETHER do. The longest comes first, so that none is begun when
     all else is done."""
@@ -59,8 +67,7 @@ class LongestFirst(LoadFileScheduling):
         self._seconds, self._slow = seconds, draw.slow_tests()
 
     def _split_scope(self, nodeid: str) -> str:
-        shared = (what for what, files in TOGETHER.items() if nodeid.startswith(files))
-        return next(shared, super()._split_scope(nodeid))
+        return shared(nodeid) or super()._split_scope(nodeid)
 
     def _reschedule(self, node: Any) -> None:
         # A worker begins its last test only when it knows what comes next. Told earlier than that, files would wait

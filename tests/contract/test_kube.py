@@ -271,7 +271,7 @@ def test_what_the_kubelet_does_not_do_it_refuses_aloud(kube: Namespace):
 def test_nothing_is_left_when_the_process_that_has_started_it_is_killed(tmp_path: Path):
     code = (
         "import os, sys; from pathlib import Path; from fakes.kube.cluster import Cluster\n"
-        "cluster = Cluster(Path(sys.argv[1])); line = cluster.lifeline()\n"
+        "cluster = Cluster(Path(sys.argv[1])); cluster.start_lifeline()\n"
         "cluster._run('one', 'sleep', 'infinity'); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={"PYTHONPATH": ":".join(sys.path)})

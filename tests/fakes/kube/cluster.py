@@ -104,6 +104,7 @@ class Cluster:
         ):
             authority.sign(file, user, group)
         self._ports = ports.free(5 + len(self.nodes))
+        self.start_lifeline()
         self._run("fabric", "unshare", "--net", "sh", "-c", FABRIC)
         self._start_etcd()
         self.start_apiserver()
@@ -221,17 +222,19 @@ class Cluster:
         procs.kill_all(lambda: procs.carrying(self.mark), KILL_S)
         for name in list(self._processes):
             self._end(name)
+        self._lifeline.communicate()
 
     @property
     def mark(self) -> str:
         """What all that belongs to it has in its environment; pods end with those that have."""
         return f"MGPU_KUBE={self.folder}"
 
-    def lifeline(self) -> subprocess.Popen[bytes]:
-        """A process that ends all of it when this one has ended, by whatever signal: only this one holds the pipe."""
+    def start_lifeline(self) -> None:
+        """Starts what ends all of it when this process has ended, by whatever signal: only this one holds the pipe."""
         code = "import sys; from mgpu_train.agent.machine import procs; sys.stdin.read(); "
         code += f"procs.kill_all(lambda: procs.carrying(sys.argv[1]), {KILL_S})"
-        return subprocess.Popen([sys.executable, "-c", code, self.mark], stdin=subprocess.PIPE, start_new_session=True)
+        argv = [sys.executable, "-c", code, self.mark]
+        self._lifeline = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
 
     # --- nodes
 
@@ -505,19 +508,26 @@ def _there(api: Api, path: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def kube_cluster(require, tmp_path_factory) -> Iterator[Cluster]:
-    """One for the session; its nodes are shared by many gangs at a time."""
+RUNNING = pytest.StashKey[Cluster]()
+
+
+@pytest.fixture
+def kube_cluster(require, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Cluster:
+    """The one that runs, or a new one; its nodes are shared by many gangs at a time. `end_cluster` ends it."""
     reason = missing()
     require("kube", reason is None, reason or "")
-    cluster = Cluster(tmp_path_factory.mktemp("kube"))
-    lifeline = cluster.lifeline()
-    try:
+    if RUNNING not in pytestconfig.stash:
+        cluster = Cluster(tmp_path_factory.mktemp("kube"))
         cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-        lifeline.communicate()
+        pytestconfig.stash[RUNNING] = cluster
+    return pytestconfig.stash[RUNNING]
+
+
+def end_cluster(config: pytest.Config) -> None:
+    """Ends the one that runs: a twentieth of a core, and 400 MiB, as long as nobody asks anything of it."""
+    if RUNNING in config.stash:
+        config.stash[RUNNING].stop()
+        del config.stash[RUNNING]
 
 
 @pytest.fixture
