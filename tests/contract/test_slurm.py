@@ -100,7 +100,9 @@ def test_an_answer_of_sbatch_that_is_lost_makes_no_second_job(asked: Asked, monk
 def test_a_controller_that_does_not_answer_is_no_word_that_nothing_is_there(asked: Asked, monkeypatch):
     request, offer, token = asked.request()
     handle = asked.provider.create(request, offer, token)
-    (asked.folder / "work" / "gangs" / token / "job").unlink(missing_ok=True)  # Slurm alone knows
+    gang = asked.folder / "work" / "gangs" / token
+    until((gang / "node-0.json").exists)  # the job has written its number where the operator had not
+    (gang / "job").unlink()  # Slurm alone knows
     silent = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1\n'
     intent = Intent(fleet="f", generation=1, owner="o", token=token, offer=offer)
     with monkeypatch.context() as once:
