@@ -16,8 +16,10 @@ from typing import Any
 
 import draw
 import figures
+import forks
 import pytest
 import scheduling
+import workers
 from fakes import gateway, hosts
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
@@ -28,7 +30,7 @@ from fakes.localstack import localstack  # noqa: F401  a fixture, one for the se
 from fakes.slurm import slurm, slurm_cluster  # noqa: F401  fixtures, one cluster for the session
 
 # What tests import, and what they start, is compiled once, also where the environment forbids it, as many a CI image
-# does: a single quick test takes half the time then, and a worker needs 7 s to read all tests, not 30 s.
+# does: a single quick test takes half the time then, and reading all tests takes 7 s, not 30 s.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -55,6 +57,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    forks.share()
+    workers.fork(specs)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> scheduling.LongestFirst:
     return scheduling.LongestFirst(config, log, figures.known(config))
 

@@ -1,30 +1,39 @@
 """Processes that are forked by a server which has imported what they need: a start costs milliseconds, no seconds.
 
-`python -m forks FD MODULE ...` is the server, which `Forks` starts with the first process. What it forks is a process
-of its own, with an environment, a folder, arguments, input and output of its own; /proc alone shows the server's
-command line and environment for it, so who looks for processes by those starts real ones.
+`python -m forks FD MODULE ...` is the server, which `Forks` starts with the first process. All workers of a run share
+it; it ends with the last of them. What it forks is a process of its own, with an environment, a folder, arguments,
+input and output of its own; /proc alone shows the server's command line and environment for it, so who looks for
+processes by those starts real ones.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 _START_S = 120.0  # for all that is imported, on a busy machine
+_SHARED = "MGPU_TESTS_FORKS"
+_TESTS = Path(__file__).parent
+_MEASURES = "mgpu_coverage_hook"  # scripts/measure_coverage.py
 
 
 class Forked:
@@ -37,7 +46,7 @@ class Forked:
     def __del__(self) -> None:
         os.close(self._ends)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """The exit code, or -signal.
 
         Raises:
@@ -83,6 +92,7 @@ class Forks:
         session of its own. `env` is the whole environment; without `stdin` there is no input."""
         said = {"what": str(what), "script": isinstance(what, Path), "arguments": [str(each) for each in arguments]}
         said |= {"env": dict(env), "cwd": str(cwd or Path.cwd())}
+        said["test"] = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
         ends, told = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
         try:
@@ -132,40 +142,71 @@ class Forks:
 
     def _running(self) -> socket.socket:
         if self._control is None:
-            self._control, theirs = socket.socketpair()
-            self._control.settimeout(_START_S)
-            paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "forks", str(theirs.fileno()), *self._modules],
-                    env={**os.environ, **self._env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is the test's, which ends what it has started
-                )
+            control = socket.socket(socket.AF_UNIX)
+            control.settimeout(_START_S)
+            self._reach(control)
+            self._control = control
         return self._control
 
+    def _reach(self, control: socket.socket) -> None:
+        """Connects to the server of these modules; the first one to ask starts it."""
+        env = {**self._env, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
+        what = json.dumps([sys.executable, self._modules, env])
+        address = share() / hashlib.sha256(what.encode()).hexdigest()[:16]
+        with _locked(address):
+            try:
+                control.connect(str(address))
+            except (FileNotFoundError, ConnectionRefusedError):  # none yet, or killed
+                address.unlink(missing_ok=True)
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(str(address))
+                    listener.listen(64)
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", "forks", str(listener.fileno()), *self._modules],
+                        env={**os.environ, **env},
+                        cwd=_TESTS,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[listener.fileno()],
+                        start_new_session=True,  # Ctrl-C is the test's, which ends what it has started
+                    )
+                control.connect(str(address))
 
-def _serve(control: socket.socket) -> None:
-    """Until the other side is gone."""
+
+@functools.cache
+def share() -> Path:
+    """The folder of the servers' sockets. All processes that are started from now on share them."""
+    if _SHARED not in os.environ:
+        os.environ[_SHARED] = tempfile.mkdtemp(prefix="mgpu-forks-")
+        atexit.register(_remove, os.environ[_SHARED], os.getpid())
+    return Path(os.environ[_SHARED])
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # and no process that was forked since
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(address: Path) -> Iterator[None]:
+    """Who starts, reaches or ends the server there."""
+    with address.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _serve(listener: socket.socket) -> None:
+    """Until nobody is connected any more."""
+    address = Path(listener.getsockname())
     children: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and where its end is told
-    while True:
-        for ready in select.select([control, *children], [], [])[0]:
-            if ready is control:
-                head = control.recv(12, socket.MSG_WAITALL)
-                if len(head) < 12:
-                    return
-                said, fds, _, _ = socket.recv_fds(control, int(head), 4)
-                while len(said) < int(head):
-                    said += control.recv(int(head) - len(said))
-                pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    _become(json.loads(said), fds)
-                children[os.pidfd_open(pid)] = pid, fds.pop()
-                for fd in fds:
-                    os.close(fd)
-                control.sendall(b"%d" % pid)
+    clients = {listener.accept()[0]}
+    while clients:
+        for ready in select.select([listener, *clients, *children], [], [])[0]:
+            if ready is listener:
+                clients.add(listener.accept()[0])
+            elif ready in clients:
+                if not _answer(ready, [listener, *clients], children):
+                    clients.remove(ready)
+                    ready.close()
             else:
                 pid, told = children.pop(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -173,6 +214,36 @@ def _serve(control: socket.socket) -> None:
                     os.write(told, b"%d" % code)
                 os.close(told)
                 os.close(ready)
+        if not clients:
+            with suppress(FileNotFoundError), _locked(address):  # the folder is gone with the run
+                if select.select([listener], [], [], 0)[0]:
+                    clients.add(listener.accept()[0])
+                else:
+                    address.unlink()
+
+
+def _answer(client: socket.socket, own: Sequence[socket.socket], children: dict[int, tuple[int, int]]) -> bool:
+    """Forks what a client asks for. Whether it is still there."""
+    try:
+        head = client.recv(12, socket.MSG_WAITALL)
+        if len(head) < 12:
+            return False
+        said, fds, _, _ = socket.recv_fds(client, int(head), 4)
+        while len(said) < int(head):
+            said += client.recv(int(head) - len(said))
+    except ConnectionError:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        for each in own:
+            each.close()
+        _become(json.loads(said), fds)
+    children[os.pidfd_open(pid)] = pid, fds.pop()
+    for fd in fds:
+        os.close(fd)
+    with suppress(ConnectionError):  # it has ended meanwhile
+        client.sendall(b"%d" % pid)
+    return True
 
 
 def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
@@ -184,6 +255,8 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
         if int(path.name) > 2:
             with suppress(OSError):  # of what lists them
                 os.close(int(path.name))
+    if measures := sys.modules.get(_MEASURES):
+        measures.serve(said["test"])  # which its ancestors do not show: another worker may have started the server
     os.environ.clear()
     os.environ.update(said["env"])
     tempfile.tempdir = None  # the server's, if it has asked for it
