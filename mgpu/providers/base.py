@@ -299,8 +299,8 @@ class Provider(ABC):
             NoCapacity, QuotaExceeded, BidTooLow, NoOffer: refused, and nothing is left of the gang: machines that this
                 token has made were asked to end. `scope` says which other offers it rules out.
             Conflict: the token was used with other parameters.
-            RateLimited: refused for now, and nothing is left of it; the same call comes again after `retry_after`.
-            Transient: a part of the gang, or all of it, may have been made; the same call comes again, and goes on.
+            RateLimited, Transient: refused for now, or no answer; a part of the gang, or all of it, may have been made.
+                The same call comes again, after `retry_after`, and goes on.
             AmbiguousCreate: it may have made machines, and the same call could make them twice: `find` is asked first,
                 for as long as `listing_lag_s`.
             CleanupFailed: it was refused, and machines of the gang could not be ended.
