@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
+_AGE = {"stock", "fetched_at"}  # what differs between two looks at one offer
 
 
 class Offers(Value):
@@ -67,6 +69,12 @@ class FleetRequest(Value):
     image: str = Field(
         default="", description="repository@sha256:... that nodes are containers of (`Capabilities.starts_from_image`)"
     )
+
+    def digest(self, offer: Offer) -> str:
+        """Of all that is asked for, but not of how old a price list is: a token is for nothing else. 64 hexadecimal
+        characters."""
+        asked = self.model_dump(mode="json") | {"offer": offer.model_dump(mode="json", exclude=_AGE)}
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 class Intent(Value):
