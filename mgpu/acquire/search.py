@@ -72,7 +72,7 @@ class Search:
     now: Callable[[], float] = time.time
     earlier: dict[str, Begun] = field(default_factory=dict)  # by token: what a process that died has made
     asked: dict[str, FleetRequest] = field(default_factory=dict)  # by the tokens that this process has asked by
-    unsure: set[str] = field(default_factory=set)  # those of them to which an answer was lost
+    unsure: set[str] = field(default_factory=set)  # those of them that may have made something without an answer
     spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
     refusals: Refusals = field(default_factory=Refusals)
     hard_cap_at: float = 0.0
@@ -204,7 +204,7 @@ class Search:
         self.asked[intent.token] = asked
         try:
             return self.make(intent, asked)
-        except (Transient, AmbiguousCreate):
+        except (RateLimited, Transient, AmbiguousCreate):
             self.unsure.add(intent.token)
             raise
 

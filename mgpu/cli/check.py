@@ -97,12 +97,10 @@ def _needed(provider: str | None, run_file: Path | None) -> dict[str, Requiremen
     spec = load(path)
     if provider is None:
         return {name: rank.requirements(spec.of(name)) for name in on_sale.sellers(spec)}
-    if provider in spec.candidates:
-        return {provider: rank.requirements(spec.of(provider))}
-    if run_file is None:
+    if run_file is None and provider not in spec.candidates:
         return {provider: None}  # this folder's run file is for another provider
-    names = ", ".join(spec.candidates)
-    raise InputError(f"{path} is for provider {names}, not for {provider}", "", f"`mgpu check {spec.provider} {path}`")
+    agreement.require_for(spec, provider, path, "check")
+    return {provider: rank.requirements(spec.of(provider))}
 
 
 def _engine() -> Finding:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -18,6 +19,7 @@ from mgpu.words import count
 if TYPE_CHECKING:
     from mgpu.plan.model import BoughtAs, Offer
     from mgpu.providers.base import Provider
+    from mgpu.spec.text.change import Change
 
 _ANY_PRICE = 1e9
 _SHOWN = 300  # rows of the table
@@ -26,6 +28,8 @@ _SPARE = ("provider", "Gbit/s", "NVMe GiB", "vCPUs", "RAM GiB", "age", "link")  
 
 @click.command()
 @click.argument("provider", required=False)
+@click.argument("run_file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@parameters.set_option("Set a key of a provider's block: `--set aws.profile=work`; several times for several.")
 @click.option("--gpu", multiple=True, shell_complete=complete.gpus, help="Only this GPU; may be given several times.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Only machines with this many GPUs.")
 @click.option("--region", "regions", multiple=True, help="Only this region; may be given several times.")
@@ -36,6 +40,8 @@ _SPARE = ("provider", "Gbit/s", "NVMe GiB", "vCPUs", "RAM GiB", "age", "link")  
 @parameters.json_option
 def offers(
     provider: str | None,
+    run_file: Path | None,
+    keys: list[Change],
     gpu: tuple[str, ...],
     gpus: int | None,
     regions: tuple[str, ...],
@@ -45,11 +51,16 @@ def offers(
     profile: str | None,
     as_json: bool,
 ) -> int:
-    """List what PROVIDER sells (default: every provider): machines, prices, and their age. Rents nothing."""
+    """List what PROVIDER sells (default: every provider): machines, prices, and their age. Rents nothing.
+
+    It is asked with its block of RUN_FILE, where one is named; what that asks for is `mgpu plan`'s.
+    """
     from mgpu.providers import registry
 
     console = Console(as_json=as_json)
-    sellers = _sellers(console, [provider] if provider else registry.names(), profile, alone=bool(provider))
+    names = (provider,) if provider else registry.names()
+    blocks = _of_run_file(names[0], run_file, keys) if run_file else _given(names, keys)
+    sellers = _sellers(console, names, blocks, profile, alone=bool(provider))
     asked = [seller for seller in sellers if refresh and (provider or seller.configured())]
     partly = [_refresh(console, seller) for seller in asked]
     wanted = _Wanted(gpu, gpus, regions, market)
@@ -97,13 +108,44 @@ class _Wanted(NamedTuple):
         )
 
 
-def _sellers(console: Console, names: Iterable[str], profile: str | None, *, alone: bool) -> list[Provider]:
+def _of_run_file(name: str, path: Path, changes: Iterable[Change]) -> dict[str, dict[str, str]]:
+    """The provider's block of a run file. Raises InputError: the file has mistakes, or is for others."""
+    from mgpu.spec.load import load
+
+    spec = load(path, changes)
+    agreement.require_for(spec, name, path, "offers")
+    options = spec.of(name).options
+    return {name: options.flat()} if options else {}
+
+
+def _given(names: Sequence[str], changes: Sequence[Change]) -> dict[str, dict[str, str]]:
+    """The blocks of these providers that `changes` make. Raises InputError: some are about something else."""
+    from mgpu.spec.block import flattened
+    from mgpu.spec.text.document import Document
+
+    if wrong := [each.given for each in changes if each.at[0] not in names or len(each.at) < 2]:
+        what = f"--set {', '.join(wrong)}: no key of a block of {', '.join(names)}"
+        why = "The keys of a block are those of its provider; machines are chosen by --gpu, --region and --market."
+        raise InputError(what, why, f"Write `--set {names[0]}.KEY=VALUE`; `mgpu spec {names[0]}` prints the keys.")
+    document = Document("--set", {})
+    for change in changes:
+        change.make(document)
+    if document.problems:
+        raise document.error()
+    return {name: {key: flattened(value) for key, value in block.items()} for name, block in document.data.items()}
+
+
+def _sellers(
+    console: Console, names: Iterable[str], blocks: Mapping[str, dict[str, str]], profile: str | None, *, alone: bool
+) -> list[Provider]:
     """The providers of these names; unless it is the only one, one that does not work hides no other."""
     from mgpu.providers import registry
 
     found: list[Provider] = []
     for name in names:
-        options = _options(name, profile)
+        options = blocks.get(name, {})
+        if profile:
+            options = agreement.with_profile(name, options, profile, "Name the provider: `mgpu offers aws`.")
         try:
             found.append(registry.get(name, options))
         except InputError as error:
@@ -111,10 +153,6 @@ def _sellers(console: Console, names: Iterable[str], profile: str | None, *, alo
                 raise
             console.say(f"warning: {error.what}: {error.why}", "yellow")
     return found
-
-
-def _options(name: str, profile: str | None) -> dict[str, str]:
-    return agreement.with_profile(name, {}, profile, "Name the provider: `mgpu offers aws`.") if profile else {}
 
 
 def _refresh(console: Console, seller: Provider) -> bool:

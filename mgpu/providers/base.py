@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
+_AGE = {"stock", "fetched_at"}  # what differs between two looks at one offer
 
 
 class Offers(Value):
@@ -67,6 +69,12 @@ class FleetRequest(Value):
     image: str = Field(
         default="", description="repository@sha256:... that nodes are containers of (`Capabilities.starts_from_image`)"
     )
+
+    def digest(self, offer: Offer) -> str:
+        """Of all that is asked for, but not of how old a price list is: a token is for nothing else. 64 hexadecimal
+        characters."""
+        asked = self.model_dump(mode="json") | {"offer": offer.model_dump(mode="json", exclude=_AGE)}
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 class Intent(Value):
@@ -299,8 +307,8 @@ class Provider(ABC):
             NoCapacity, QuotaExceeded, BidTooLow, NoOffer: refused, and nothing is left of the gang: machines that this
                 token has made were asked to end. `scope` says which other offers it rules out.
             Conflict: the token was used with other parameters.
-            RateLimited: refused for now, and nothing is left of it; the same call comes again after `retry_after`.
-            Transient: a part of the gang, or all of it, may have been made; the same call comes again, and goes on.
+            RateLimited, Transient: refused for now, or no answer; a part of the gang, or all of it, may have been made.
+                The same call comes again, after `retry_after`, and goes on.
             AmbiguousCreate: it may have made machines, and the same call could make them twice: `find` is asked first,
                 for as long as `listing_lag_s`.
             CleanupFailed: it was refused, and machines of the gang could not be ended.

@@ -16,7 +16,8 @@ from typing import Any
 import asyncssh
 import pytest
 
-from mgpu.errors import Conflict, InvalidRequest, Transient
+from mgpu.acquire.refusals import REFUSED
+from mgpu.errors import Conflict, InvalidRequest, RateLimited, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, Provider, Rekeys, create_token
 from mgpu.testing.waiting import until
@@ -36,6 +37,7 @@ class Harness:
     world: str = ""  # tells this test's tokens from others', where one world serves many tests
     answers: bool = True  # there is an SSH server at the address of a node
     image: str = ""  # that its nodes are containers of
+    sold_out: Callable[[], object] | None = None  # from now on it has room for one machine in all, or for no more
 
 
 @pytest.fixture
@@ -89,6 +91,24 @@ def same(first: Handle, second: Handle | None) -> bool:
 def gone(provider: Provider, handle: Handle, nodes: tuple[str, ...] | None = None) -> None:
     """Ends these machines, and waits until they are gone."""
     until(lambda: provider.destroy(handle, nodes))
+
+
+def seller_out(harness: Harness) -> Callable[[], object]:
+    """What sells the provider out; without it the test is skipped."""
+    if harness.sold_out is None:
+        pytest.skip("its harness cannot sell it out")
+    return harness.sold_out
+
+
+def refused(make: Callable[[], Handle]) -> bool:
+    """Whether the provider says that it has no room; False: call again."""
+    try:
+        made = make()
+    except REFUSED:
+        return True
+    except (RateLimited, Transient):
+        return False
+    raise AssertionError(f"there is no room, and it has granted {made}")
 
 
 def phases(provider: Provider, handle: Handle) -> list[NodePhase]:
@@ -178,6 +198,14 @@ def test_a_token_stays_used_when_its_gang_has_ended(provider: Provider, harness:
     assert harness.billed() == []
 
 
+def test_a_gang_that_there_is_no_room_for_is_refused_and_leaves_nothing(provider: Provider, harness: Harness):
+    sell_out, asked = seller_out(harness), ask(harness)
+    sell_out()
+    until(lambda: refused(lambda: provider.create(*asked)))
+    until(lambda: harness.billed() == [], why=lambda: f"{harness.billed()} were made, and hidden by a refusal")
+    until(lambda: provider.list_owned("o-1") == ())
+
+
 def test_find_knows_what_a_lost_answer_has_made_and_nothing_else(harness: Harness):
     request, offer, token = ask(harness)
     intent = Intent(fleet="demo", generation=1, owner="o-1", token=token, offer=offer)
@@ -260,6 +288,21 @@ def test_repair_replaces_the_lost_machine_alone(provider: Provider, harness: Har
     assert same(provider.repair(handle, (0,), request, offer, token), repaired), "one token, one machine"
     assert same(provider.repair(repaired, (0,), request, offer, token), repaired)
     assert ready(provider, repaired).nodes[0].id == after[0].id
+
+
+def test_a_replacement_that_there_is_no_room_for_leaves_the_other_machines(provider: Provider, harness: Harness):
+    if not provider.capabilities.repairs_single_nodes:
+        pytest.skip("a gang of this provider is never repaired")
+    sell_out = seller_out(harness)
+    handle = provider.create(*ask(harness))
+    ready(provider, handle)
+    harness.kill(handle.ids[0])
+    until(lambda: provider.describe(handle).lost == (0,))
+    asked = ask(harness, generation=2)
+    sell_out()
+    until(lambda: refused(lambda: provider.repair(handle, (0,), *asked)))
+    assert phases(provider, handle) == [NodePhase.TERMINATED, NodePhase.RUNNING]
+    assert harness.billed() == [handle.ids[1]]
 
 
 def refuses_repair(provider: Provider, harness: Harness) -> None:

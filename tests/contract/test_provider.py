@@ -23,7 +23,7 @@ import mgpu.providers
 from mgpu.errors import InputError
 from mgpu.providers import registry
 from mgpu.providers.kubernetes.findings import roles
-from mgpu.providers.local import bill
+from mgpu.providers.local import bill, control
 
 pytest.register_assert_rewrite("mgpu.testing.provider")
 from mgpu.testing.provider import *  # noqa: E402, F403  it is written anew when it is imported
@@ -41,6 +41,7 @@ def local_harness(_: pytest.FixtureRequest, folder: Path) -> Harness:
         make=lambda: LocalProvider(root=folder),
         kill=kill,
         billed=lambda: [node.start.instance for node in bill.read(folder).alive],
+        sold_out=lambda: control.no_capacity(folder, 3600),
     )
 
 
@@ -50,12 +51,17 @@ def aws_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
     aws: FakeAws = request.getfixturevalue("aws")
     aws.base("us-east-1")
     aws.quick()  # single calls, whose effect is looked at at once
+
+    def billed() -> list[str]:
+        return [name for name in aws.alive() if name.startswith("i-")]
+
     return Harness(
         make=lambda: AwsProvider(aws.options),
         kill=aws.kill,
-        billed=lambda: [name for name in aws.alive() if name.startswith("i-")],
+        billed=billed,
         needs={"gpu": ("A10G",), "gpus_per_node": 1, "regions": ("us-east-1",)},
         answers=False,
+        sold_out=lambda: aws.capacity(1) if billed() else aws.fewer(),  # of a new gang a part comes
     )
 
 
@@ -144,7 +150,11 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 def test_registry_modules_and_this_suite_agree():
     folder = Path(mgpu.providers.__file__).parent
     modules = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-    assert modules - {"__init__", "base", "keeper", "registry", "shipped"} == set(registry.names()) == set(HARNESSES)
+    assert (
+        modules - {"__init__", "base", "keeper", "rate_limit", "registry", "shipped", "start"}
+        == set(registry.names())
+        == set(HARNESSES)
+    )
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -11,9 +11,9 @@ import pytest
 from fakes.aws import FOREIGN, FakeAws
 
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.base import FleetRequest, NodePhase, NodeState, create_token
+from mgpu.providers.start import HostKey
 
 REGION = "us-east-1"
 LEASE_S = 12

@@ -30,9 +30,9 @@ from mgpu.errors import (
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers.aws import names
 from mgpu.providers.aws.instances import launch
-from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.base import FleetRequest, Handle, NodePhase, create_token
+from mgpu.providers.start import HostKey
 
 REGION, ZONE = "us-east-1", "us-east-1a"
 KEY = HostKey.make().public

@@ -12,9 +12,9 @@ from fakes.aws import FakeAws
 
 from mgpu.errors import QuotaExceeded, RateLimited, Transient
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.base import FleetRequest, Handle
+from mgpu.providers.start import HostKey
 
 REGION, PATIENCE_S = "us-east-1", 20.0
 OFFER = Offer(  # a type with several network cards: EC2 gives it no public address

@@ -20,9 +20,9 @@ from mgpu.events import Note
 from mgpu.plan import rank
 from mgpu.plan.model import Plan, Requirements
 from mgpu.providers.aws import names
-from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.base import FleetRequest, Handle, NodePhase, ReservationRequest, create_token
+from mgpu.providers.start import HostKey
 
 KIND, REGION, ZONE, HOUR = "p4d.24xlarge", "us-east-1", "us-east-1a", 3600.0
 KEY = HostKey.make().public

@@ -13,7 +13,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import HostKeyMismatch, RemoteError, Transient
 from mgpu.iac.types.contact import Contact
-from mgpu.providers.aws.instances import user_data
+from mgpu.providers import start
 from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
 from mgpu.remote import rekey
 from mgpu.remote.node import Node, connect
@@ -141,8 +141,8 @@ def test_a_user_who_is_not_root_becomes_root_without_a_password(tmp_path):
     assert done.stdout.strip() in (tmp_path / "key.pub").read_text()
 
 
-def test_the_key_is_replaced_where_user_data_puts_it():
-    assert rekey.HOST_KEY_FILE == user_data.HOST_KEY_FILE
+def test_the_key_is_replaced_where_the_start_script_puts_it():
+    assert rekey.HOST_KEY_FILE == start.HOST_KEY_FILE
 
 
 # ---- first contact

@@ -46,6 +46,13 @@ def with_profile(provider: str, options: dict[str, str], profile: str, instead: 
     return {**options, "profile": profile}
 
 
+def require_for(spec: RunSpec, provider: str, path: Path, command: str) -> None:
+    """Raises InputError: the run file at `path` is for other providers; `command` takes both."""
+    if provider not in spec.candidates:
+        names, cure = ", ".join(spec.candidates), f"`mgpu {command} {spec.provider} {path}`"
+        raise InputError(f"{path} is for provider {names}, not for {provider}", "", cure)
+
+
 def old_prices(offers: Iterable[Offer]) -> str:
     """How old the oldest of these prices is, and what renews it; empty where all are younger than a day."""
     oldest = min(offers, key=lambda offer: offer.fetched_at, default=None)

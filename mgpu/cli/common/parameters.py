@@ -37,11 +37,15 @@ def change_options(command: F) -> F:
     def told(*args: Any, keys: list[Change], env: list[Change], **rest: Any) -> Any:
         return command(*args, changes=[*keys, *env], **rest)
 
-    words = "Change the run file: `--set train.steps=100`; several times for several."
-    keys = click.option("--set", "keys", multiple=True, metavar="KEY=VALUE", callback=_changes, help=words)
+    keys = set_option("Change the run file: `--set train.steps=100`; several times for several.")
     words = "Set a variable of the program; several times for several."
     env = click.option("--env", multiple=True, metavar="NAME=VALUE", callback=_changes, help=words)
     return cast(F, keys(env(told)))
+
+
+def set_option(words: str) -> Callable[[F], F]:
+    """--set: the command is given `keys`, a list of `Change`s."""
+    return click.option("--set", "keys", multiple=True, metavar="KEY=VALUE", callback=_changes, help=words)
 
 
 def _changes(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[Change]:

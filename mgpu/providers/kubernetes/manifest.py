@@ -42,7 +42,6 @@ _BOOT = """import base64, io, os, sys, tarfile
 tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.argv[1]))).extractall(sys.argv[3])
 open(sys.argv[3] + "/asked.json", "w").write(sys.argv[2])
 os.execv(sys.executable, [sys.executable, sys.argv[3] + "/pod.py"])"""
-_CHANGES = {"stock", "fetched_at"}  # what differs between two looks at one offer
 
 
 def name(token: str) -> str:
@@ -53,12 +52,6 @@ def name(token: str) -> str:
 def labelled(owner: str) -> str:
     """An owner as a label may say it."""
     return hashlib.sha256(owner.encode()).hexdigest()[:40]
-
-
-def digest(request: FleetRequest, offer: Offer) -> str:
-    """Of what was asked for: a token is for nothing else."""
-    asked = request.model_dump(mode="json") | {"offer": offer.model_dump(mode="json", exclude=_CHANGES)}
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def job(request: FleetRequest, offer: Offer, token: str, options: KubernetesOptions) -> Json:
@@ -79,7 +72,7 @@ def job(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpti
         },
     }
     found = about(request, token)
-    found["annotations"][DIGEST] = digest(request, offer)
+    found["annotations"][DIGEST] = request.digest(offer)
     if options.queue:
         found["labels"][QUEUE] = options.queue
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": found | {"name": name(token)}, "spec": spec}

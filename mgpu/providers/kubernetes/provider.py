@@ -107,7 +107,7 @@ class KubernetesProvider(Provider):
         except Exists:
             made = place.job(token)
             said = made["metadata"]["annotations"].get(manifest.DIGEST) if made else None
-            if made is None or said != manifest.digest(request, offer):
+            if made is None or said != request.digest(offer):
                 what = f"kubernetes: token {token} was used with other parameters, or given up"
                 raise Conflict(what, scope="offer") from None
         return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))

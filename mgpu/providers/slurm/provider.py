@@ -6,7 +6,6 @@ for it before it asks; a job that finds another one's number in its gang's folde
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -40,7 +39,6 @@ from mgpu.providers.slurm.login import ENDED, Login
 from mgpu.providers.slurm.options import ENTRY, SlurmOptions
 
 _SETTINGS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
-_CHANGES = {"stock", "fetched_at"}  # what differs between two looks at one offer
 
 
 class SlurmProvider(Provider):
@@ -140,10 +138,8 @@ class SlurmProvider(Provider):
             NoOffer, QuotaExceeded, PermissionDenied, InvalidRequest: Slurm refused.
         """
         options = self._of(request.requirements)
-        params = request.model_dump(mode="json") | {"offer": offer.model_dump(mode="json", exclude=_CHANGES)}
-        digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()
         asked = {
-            **{key: params[key] for key in ("lease_s", "hard_cap_s", "ends_by", "ssh_public_key")},
+            **request.model_dump(include={"lease_s", "hard_cap_s", "ends_by", "ssh_public_key"}),
             **options.model_dump(include={"node_folder", "notice_s", "python", "price_usd_per_hour"}),
             "token": token,
             "nodes": request.requirements.nodes,
@@ -156,8 +152,8 @@ class SlurmProvider(Provider):
             f"--time={max(1, math.ceil(request.hard_cap_s / 60))}",
             *findings.sbatch(options, request.requirements, offer),
         ]
-        files = _files(options, asked)
-        said = self._login.said('submit "$@"', token, digest, *arguments, files=files, doing="submit a job")
+        arguments = [token, request.digest(offer), *arguments]
+        said = self._login.said('submit "$@"', *arguments, files=_files(options, asked), doing="submit a job")
         if said == ["conflict"]:
             raise Conflict(f"slurm: token {token} was used with other parameters", scope="offer")
         return self._handle(token, about, made_at=float(said[-1].split()[1]))

@@ -37,7 +37,7 @@ CREATES = {
 }
 LATEST_S = 60.0
 BUSY = (429, "too_many_requests", "slow down")
-ASKED = {"type", "region", "market", "disk", "ssh_key", "labels", "lease_s", "hard_cap_s", "ends_by"}
+ASKED = {"type", "region", "market", "disk", "start_script", "labels", "hard_cap_s", "ends_by"}
 
 
 class Refused(Exception):
@@ -54,6 +54,7 @@ class Cloud:
     lag_s: float = 0.0  # so long listings do not show a new instance
     creates: list[str] = field(default_factory=list)  # what becomes of the next ones, one each: CREATES
     busy: int = 0  # so many requests are refused with 429
+    per_s: float = math.inf  # requests that the account may make, evenly; the others are refused with 429
     retry_after_s: float = 7.0  # as those say
     quota: int = 64  # instances of the account
     locked: bool = False  # no instance can be deleted
@@ -63,6 +64,8 @@ class Cloud:
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and path
     done: int = 0  # creates that have come to an end, whoever still listens
     endpoint: str = ""
+    refused: int = 0  # requests, with 429
+    _asked_at: float = -math.inf
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)  # key -> the body that it came with, and the id
     _lock: threading.Condition = field(default_factory=threading.Condition)
 
@@ -148,7 +151,12 @@ class Cloud:
         if authorization != f"Bearer {KEY}":
             raise Refused(401, "unauthorized", "the key is wrong")
         with self._lock:
-            self.busy -= bool(refused := self.busy)
+            at = self.now()
+            early = at - self._asked_at < 1 / self.per_s - 1e-6
+            self._asked_at = self._asked_at if early else at
+            refused = self.busy or early
+            self.busy -= bool(self.busy)
+            self.refused += bool(refused)
         if refused:
             raise Refused(*BUSY)
 

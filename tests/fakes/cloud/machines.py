@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import uuid
 from collections.abc import Mapping
@@ -75,6 +77,12 @@ class Paper:
         pass
 
 
+def _setting(asked: Mapping[str, Any], name: str) -> str:
+    """One of the start script's, which is not run here: `emulated/test_start_script.py` runs it on machines."""
+    (value,) = shlex.split(re.findall(rf"^{name}=(.*)$", asked["start_script"], re.MULTILINE)[0])
+    return value
+
+
 class Processes:
     """Nodes of provider `local`, in a folder of the cloud's own."""
 
@@ -88,8 +96,10 @@ class Processes:
             generation=1,
             owner="yard",
             requirements=Requirements(provider="local", max_price_usd_per_hour=1, max_hours=1),
-            **{name: asked[name] for name in ("lease_s", "hard_cap_s", "ends_by")},
-            ssh_public_key=asked["ssh_key"],
+            ssh_public_key=_setting(asked, "authorized_key"),
+            lease_s=float(_setting(asked, "lease_s")),
+            hard_cap_s=asked["hard_cap_s"],
+            ends_by=asked["ends_by"],
         )
         offer = self._local.offers(request.requirements).offers[0]
         handle = self._local.create(request, offer, uuid.uuid4().hex)

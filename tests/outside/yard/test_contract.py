@@ -26,6 +26,7 @@ def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             kill=cloud.machines.take,
             billed=lambda: cloud.billed,
             answers=False,  # nobody listens at the addresses of this account
+            sold_out=lambda: cloud.capacity.update(dict.fromkeys(cloud.capacity, 1)),
         )
         yield harness
         end_all(harness)

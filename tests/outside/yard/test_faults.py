@@ -11,6 +11,7 @@ from fakes.clock import Clock
 from fakes.cloud import KEY, Cloud, serving
 from fakes.cloud.machines import Paper
 from mgpu_train.timeouts import Timeouts
+from mgpu_yard import api
 from mgpu_yard.keyless import Keyless
 from mgpu_yard.provider import YardProvider
 from waiting import until
@@ -22,6 +23,7 @@ from mgpu.journal import Journal
 from mgpu.plan import rank
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest
+from mgpu.providers.rate_limit import RateLimit
 
 TIMES = Timeouts(provision_s=300, describe_every_s=1)
 
@@ -106,6 +108,15 @@ def test_who_is_asked_to_come_later_comes_later(cloud: Cloud, rent, clock):
     made = rent(then=lambda: setattr(cloud, "busy", 2))
     assert [seconds for seconds in clock.sleeps if seconds >= cloud.retry_after_s] == [7.0, 7.0]
     assert sorted(made.handle.ids) == sorted(cloud.instances)
+
+
+def test_an_api_that_takes_one_request_a_second_is_asked_no_faster(cloud: Cloud, rent, clock, monkeypatch):
+    limit = RateLimit(1, clock=clock, sleep=clock.sleep)
+    monkeypatch.setattr(api, "limit", lambda *_: limit)
+    cloud.per_s = 1
+    made = rent(4)
+    assert sorted(made.handle.ids) == sorted(cloud.instances)
+    assert cloud.refused == 0, "a gang of which each try is refused never comes"
 
 
 def test_where_there_is_no_room_for_all_none_stays_and_the_next_offer_is_taken(cloud: Cloud, rent):

@@ -857,9 +857,12 @@ def test_a_process_that_died_long_after_its_intent_may_have_asked_until_then(ben
 
 
 @pytest.mark.parametrize("refusal", [AuthError("expired"), NoCapacity("none", scope="zone")])
-def test_a_refusal_does_not_take_back_what_a_lost_answer_has_granted(bench: Bench, refusal: ProviderError):
+@pytest.mark.parametrize("first", [Transient("the answer was lost"), RateLimited("429 in the middle of a gang")])
+def test_a_refusal_does_not_take_back_what_may_have_been_granted_before(
+    bench: Bench, first: ProviderError, refusal: ProviderError
+):
     lagging(bench, 30)
-    bench.double.after_create = [Transient("the answer was lost")]
+    bench.double.after_create = [first]
     bench.double.before_create = [None, refusal]
     with pytest.raises(type(refusal)):
         bench.acquire(offer())

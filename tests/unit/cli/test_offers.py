@@ -30,7 +30,7 @@ class Seller:
     name = "aws"
 
     def __init__(self) -> None:
-        self.options: dict[str, str] = {}
+        self.blocks: dict[str, dict[str, str]] = {}
         self.ready = True
         self.refuses: ProviderError | None = None
         self.asked = 0
@@ -59,7 +59,7 @@ def seller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, xdg: Path) -> Seller
     made = Seller()
 
     def get(name: str, options: dict[str, str] | None = None) -> Any:
-        made.options = options or {}
+        made.blocks[name] = options or {}
         return made if name == "aws" else LocalProvider()
 
     monkeypatch.setattr(registry, "get", get)
@@ -209,8 +209,43 @@ def test_quotas_that_nobody_knows_are_not_made_up(mgpu: Mgpu):
 
 def test_a_profile_is_given_to_aws_alone(mgpu: Mgpu, seller: Seller):
     mgpu("aws", "--profile", "work")
-    assert seller.options == {"profile": "work"}
+    assert seller.blocks == {"aws": {"profile": "work"}}
     assert "has no profiles" in str(mgpu("local", "--profile", "work").exception)
+
+
+@pytest.mark.parametrize("named", [("aws",), ()])
+def test_keys_of_a_providers_block_are_given_to_it_alone(mgpu: Mgpu, seller: Seller, named: tuple[str, ...]):
+    keys = ("--set", "aws.account=123456789012", "--set", "aws.subnet_ids=[subnet-1, subnet-2]")
+    done = mgpu(*named, *keys, "--set", "aws.disk.type=gp3")
+    assert (done.exception, done.return_value) == (None, 0)
+    wanted = {"account": "123456789012", "subnet_ids": "subnet-1,subnet-2", "disk": '{"type": "gp3"}'}
+    assert seller.blocks["aws"] == wanted
+    assert Options.of(wanted).disk is not None, "as the provider reads it"
+    assert seller.blocks.get("local", {}) == {}
+
+
+@pytest.mark.parametrize("key", ["nodes=2", "aws=1", "gcp.zone=a", "local.python=python3"])
+def test_a_key_of_no_block_that_is_asked_is_refused(mgpu: Mgpu, seller: Seller, key: str):
+    error = mgpu("aws", "--set", key).exception
+    assert f"--set {key}: no key of a block of aws" in str(error)
+    assert seller.blocks == {}
+
+
+def test_a_run_files_block_is_given_to_its_provider_and_set_beats_it(mgpu: Mgpu, seller: Seller, tmp_path: Path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "a.yaml").write_text(PLAN + "aws: {account: '123456789012', network: plain}\n")
+    done = mgpu("aws", str(tmp_path / "a.yaml"), "--set", "aws.network=auto")
+    assert done.exception is None
+    assert seller.blocks == {"aws": {**seller.blocks["aws"], "account": "123456789012", "network": "auto"}}
+    assert {row.split()[1] for row in rows(done)} > {"p4d.24xlarge"}, "what it asks for is the plan's"
+
+
+def test_a_run_file_for_another_provider_is_refused(mgpu: Mgpu, seller: Seller, tmp_path: Path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "a.yaml").write_text(PLAN)
+    error = mgpu("local", str(tmp_path / "a.yaml")).exception
+    assert f"`mgpu offers aws {tmp_path / 'a.yaml'}`" in str(error)
+    assert seller.blocks == {}
 
 
 PLAN = (

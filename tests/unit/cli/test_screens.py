@@ -99,6 +99,7 @@ COMMANDS = (
     ("down", RUNNING),
     ("launch", "--yes"),
     ("offers", "local"),
+    ("offers", "local", "--set", "nodes=2"),
     ("check", "local"),
     ("run", "--stack", "no-such-stack"),
     ("exec", RUNNING),

@@ -14,9 +14,10 @@ from mgpu.providers.aws import names
 from mgpu.providers.aws.instances import machines
 from mgpu.providers.aws.instances.machine_image import MachineImage
 from mgpu.providers.aws.instances.network import Kind, Place
-from mgpu.providers.aws.instances.user_data import HostKey, user_data
+from mgpu.providers.aws.instances.user_data import user_data
 from mgpu.providers.aws.options import Disk, Options
 from mgpu.providers.base import FleetRequest
+from mgpu.providers.start import HostKey
 
 _MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
 _PRICE_STEPS = 1e5  # of a dollar, in which a price is told
@@ -101,14 +102,7 @@ def template(
 ) -> Parameters:
     """The launch template's data. `hard_cap_at`: UNIX seconds."""
     request = order.request
-    script = user_data(
-        machines.USER,
-        request.ssh_public_key,
-        host_key,
-        lease_s=request.lease_s,
-        hard_cap_s=request.hard_cap_s,
-        hard_cap_at=hard_cap_at,
-    )
+    script = user_data(request, machines.USER, host_key, hard_cap_at)
     group = order.group(kind)
     placement = {"Placement": {"GroupName": group}} if group else {}
     return {

@@ -35,9 +35,9 @@ from mgpu.providers.aws.catalog import quotas
 from mgpu.providers.aws.failures import calling, code_of, refusal
 from mgpu.providers.aws.instances import equip, listing, machine_image, machines, network, teardown
 from mgpu.providers.aws.instances.fleet_request import Order, fleet, for_nothing, template
-from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle, Intent
+from mgpu.providers.start import HostKey
 from mgpu.words import utc
 
 _Marks = dict[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,6 @@ from urllib.parse import urlencode
 import urllib3
 
 from mgpu.errors import (
-    AmbiguousCreate,
     AuthError,
     BillingError,
     Conflict,
@@ -22,6 +22,7 @@ from mgpu.errors import (
     Scope,
     Transient,
 )
+from mgpu.providers.rate_limit import RateLimit
 from mgpu_yard.options import YardOptions
 
 Instance = dict[str, Any]
@@ -37,11 +38,18 @@ _MEANINGS: Mapping[str, tuple[type[ProviderError], Scope, str]] = {
 }
 
 
+@functools.cache
+def limit(endpoint: str, key: str) -> RateLimit:
+    """Of an account's requests, for all that ask in this process; others make it answer 429 all the same."""
+    return RateLimit(10, burst=60)
+
+
 class Api:
     """One account's way to it. Keeps nothing: any process may go on. `keys`: it knows the header Idempotency-Key."""
 
     def __init__(self, options: YardOptions, *, keys: bool) -> None:
         self._options, self._keys = options, keys
+        self._limit = limit(options.endpoint, options.key)
 
     def types(self) -> list[dict[str, Any]]:
         """What is on sale."""
@@ -70,16 +78,14 @@ class Api:
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> Any:
         headers = {"Authorization": f"Bearer {os.environ.get(self._options.key, '')}"}
         headers |= {"Idempotency-Key": key} if key and self._keys else {}
-        unsure = AmbiguousCreate if key and not self._keys else Transient  # it may have been done
         url, seconds = self._options.endpoint + path, self._options.answer_s
+        self._limit.wait()
         try:  # no retries here: mgpu asks again, and knows when it must not
             answer = urllib3.request(method, url, json=body, headers=headers, timeout=seconds, retries=False)
-        except urllib3.exceptions.NewConnectionError as error:  # nothing has arrived there
-            raise Transient(f"yard: no connection to {self._options.endpoint}", str(error)) from error
-        except urllib3.exceptions.HTTPError as error:
-            raise unsure(f"yard: no answer to {method} {path}", str(error)) from error
+        except urllib3.exceptions.HTTPError as error:  # it may have been done
+            raise Transient(f"yard: no answer to {method} {path}", str(error)) from error
         if answer.status >= _BROKEN:
-            raise unsure(f"yard: {method} {path} has failed", f"it answers {answer.status}")
+            raise Transient(f"yard: {method} {path} has failed", f"it answers {answer.status}")
         if answer.status == _BUSY:
             raise RateLimited("yard: too many requests", retry_after=float(answer.headers.get("Retry-After", 1)))
         if answer.status == _NOT_FOUND:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mgpu.errors import AmbiguousCreate, CleanupFailed, Conflict, ProviderError, RateLimited, Transient
+from mgpu.errors import CleanupFailed, Conflict, ProviderError, RateLimited, Transient
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import (
-    FleetRequest,
-    FleetState,
-    Handle,
-    Intent,
-    NodePhase,
-    NodeState,
-    Offers,
-    Provider,
-)
+from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, Offers, Provider
+from mgpu.providers.start import start_script
 from mgpu_yard.api import Api, Instance
 from mgpu_yard.options import ENTRY, YardOptions
 
@@ -82,12 +72,7 @@ class YardProvider(Provider):
             labels = {**asked["labels"], "token": token, "rank": rank}
             try:
                 made[rank] = made.get(rank) or self._api.make({**asked, "labels": labels}, f"{token}-{rank}")
-            except (RateLimited, Transient) as error:
-                if not made:
-                    raise
-                again = Transient if self.capabilities.idempotent_create else AmbiguousCreate  # a part of it is made
-                raise again(error.what, error.why, retry_after=error.retry_after) from error
-            except AmbiguousCreate:  # whoever asked looks for it
+            except (RateLimited, Transient):  # the same call comes again, and goes on
                 raise
             except ProviderError as error:  # a refusal says that nothing was made
                 self._take_back(made.values(), error)
@@ -108,13 +93,10 @@ class YardProvider(Provider):
         return self._handle(made) if made else None
 
     def describe(self, handle: Handle) -> FleetState:
-        listed = {each["id"]: each for each in self._api.labelled(fleet=handle.fleet)}
-        nodes = ((rank, name, listed.get(name) or self._unlisted(name)) for rank, name in enumerate(handle.ids))
-        return FleetState(nodes=tuple(_node(*each) for each in nodes))
-
-    def _unlisted(self, name: str) -> Instance | None:
-        # too new for the listing, or gone for so long that it is forgotten
-        return self._api.one(name) if name else None
+        found = {each["id"]: each for each in self._api.labelled(fleet=handle.fleet)}
+        for name in filter(None, handle.ids):  # too new for the listing, or gone for so long that it is forgotten
+            found[name] = found.get(name) or self._api.one(name)
+        return FleetState(nodes=tuple(_node(rank, name, found.get(name)) for rank, name in enumerate(handle.ids)))
 
     def repair(
         self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
@@ -153,25 +135,20 @@ class YardProvider(Provider):
 
 def _asked(request: FleetRequest, offer: Offer) -> dict[str, Any]:
     """What is asked of Yard, the same for all ranks; its labels are all that tells later whose a machine is."""
-    params = {
-        **request.model_dump(mode="json"),
-        "offer": offer.model_dump(mode="json", exclude={"stock", "fetched_at"}),
-    }
     return {
         "type": offer.instance_type,
         "region": offer.region,
         "market": offer.market,
         "disk": YardOptions.of(request.requirements.provider_options).disk,
-        "ssh_key": request.ssh_public_key,
-        "lease_s": request.lease_s,  # Yard's machines have mgpu's clock; others get it by their start script
-        "hard_cap_s": request.hard_cap_s,
+        "start_script": start_script(request, "yard"),
+        "hard_cap_s": request.hard_cap_s,  # Yard ends machines by its own clock, too
         "ends_by": request.ends_by,
         "labels": {
             "owner": request.owner,
             "fleet": request.fleet,
             "generation": str(request.generation),
             "nodes": str(request.requirements.nodes),
-            "asked": hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:16],
+            "asked": request.digest(offer)[:16],
         },
     }
 

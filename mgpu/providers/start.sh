@@ -1,10 +1,10 @@
-# What a machine does at each boot, as root; mgpu.providers.aws.instances.user_data puts the settings before it:
+# What a machine does at each boot, as root; mgpu.providers.start puts the settings before it:
 #
-#   user authorized_key host_key lease_s hard_cap_at hard_cap_s lease_script
+#   user authorized_key host_key lease_s hard_cap_s ends_by lease_script end
 #
 # cloud-init runs it as a boothook: before sshd listens, so that nobody meets another host key than the pinned one, and
 # at every boot. What is done already is left as it is. The clocks come first: whatever fails afterwards, the machine
-# ends itself, and EC2 terminates what powers itself off.
+# ends itself.
 set -eu
 umask 022
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
@@ -18,7 +18,11 @@ lease=$home/.mgpu/lease
 install_scripts() {
     mkdir -p "$lib" "$run"
     printf '%s\n' "$lease_script" >"$lib/lease.sh"
-    cat >"$lib/poweroff.sh" <<'EOF'
+    if [ "$end" ]; then
+        printf '%s\n' "$end" >"$lib/end.sh"
+        return
+    fi
+    cat >"$lib/end.sh" <<'EOF'
 #!/bin/sh
 # Each way in the background: one that hangs in the kernel keeps the next from nothing.
 for way in 'systemctl poweroff -ff' 'poweroff -f' 'shutdown -P now'; do
@@ -26,54 +30,28 @@ for way in 'systemctl poweroff -ff' 'poweroff -f' 'shutdown -P now'; do
     sleep 10
 done
 EOF
-    cat >"$lib/disks.sh" <<'EOF'
-#!/bin/sh
-# The machine's own NVMe disks carry the user's `runs`: USER HOME. The machine image may have mounted them already.
-set -eu
-base=/opt/dlami/nvme
-if ! mountpoint -q "$base"; then
-    base=/mnt/mgpu
-    disk=$(blkid -L mgpu-runs) || disk=
-    if [ ! "$disk" ]; then
-        links=/dev/disk/by-id/nvme-Amazon_EC2_NVMe_Instance_Storage_*
-        set -- "$1" "$2" $(readlink -f $links | grep -x '/dev/nvme[0-9]*n[0-9]*' | sort -u)
-        [ $# -gt 2 ] || exit 0
-        disk=$3
-        if [ $# -gt 3 ] && command -v mdadm >/dev/null; then
-            user=$1 home=$2
-            shift 2
-            mdadm --create /dev/md/mgpu --run --force --level=0 --raid-devices=$# "$@"
-            set -- "$user" "$home"
-            disk=/dev/md/mgpu
-        fi
-        mkfs.ext4 -q -F -m 0 -L mgpu-runs -E nodiscard "$disk"
-    fi
-    mkdir -p "$base"
-    mountpoint -q "$base" || mount -o noatime "$disk" "$base"
-fi
-mkdir -p "$base/mgpu-runs" "$2/runs"
-chown "$1:" "$base/mgpu-runs" "$2/runs"
-mountpoint -q "$2/runs" || mount --bind "$base/mgpu-runs" "$2/runs"
-EOF
 }
 
 set_clocks() { # once a boot: the lease may have been renewed since
     [ ! -s "$run/hard-cap" ] || return 0
     read -r up _ </proc/uptime
     up=${up%%.*}
-    left=$((hard_cap_at - $(date +%s)))
-    left=$((left < hard_cap_s ? left : hard_cap_s)) # a clock that is behind prolongs nothing
+    left=$hard_cap_s
+    if [ "$ends_by" -gt 0 ]; then
+        by=$((ends_by - $(date +%s)))
+        left=$((by < left ? by : left)) # a clock that is behind prolongs nothing
+    fi
     mkdir -p "$home/.mgpu"
     echo $((up + lease_s)) >"$lease.new" && mv "$lease.new" "$lease"
     echo $((up + (left > 0 ? left : 0))) >"$run/hard-cap.new" && mv "$run/hard-cap.new" "$run/hard-cap"
 }
 
 arm() {
-    set -- /bin/sh "$lib/lease.sh" "$lease" "$(cat "$run/hard-cap")" 5 /bin/sh "$lib/poweroff.sh"
+    set -- /bin/sh "$lib/lease.sh" "$lease" "$(cat "$run/hard-cap")" 5 /bin/sh "$lib/end.sh"
     if [ -d "$systemd" ]; then
         cat >"$systemd/mgpu-lease.service" <<EOF
 [Unit]
-Description=mgpu: powers this machine off when its lease or its hard cap ends
+Description=mgpu: ends this machine when its lease or its hard cap does
 DefaultDependencies=no
 StartLimitIntervalSec=0
 [Service]
@@ -108,6 +86,7 @@ let_in() { # the user, and the one key that may log in
 
 show_host_key() { # ours alone, under a name that cloud-init does not make anew; one that was replaced stays
     key=/etc/ssh/mgpu_host_ed25519_key
+    [ "$host_key" ] || return 0 # the machine's own; whoever rents it tells them
     mkdir -p /etc/ssh/sshd_config.d
     if [ ! -s "$key" ]; then
         (umask 077 && printf '%s\n' "$host_key" >"$key.new")
@@ -128,29 +107,8 @@ show_host_key() { # ours alone, under a name that cloud-init does not make anew;
     fi
 }
 
-mount_disks() { # before sshd, so that nothing is written below the mount; after the machine image's own attempt
-    if [ ! -d "$systemd" ]; then
-        /bin/sh "$lib/disks.sh" "$user" "$home"
-        return
-    fi
-    cat >"$systemd/mgpu-disks.service" <<EOF
-[Unit]
-Description=mgpu: the machine's own disks
-After=dlami-nvme.service
-Before=ssh.service sshd.service
-JobTimeoutSec=120
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStart=/bin/sh $lib/disks.sh $user $home
-TimeoutStartSec=120
-EOF
-    systemctl daemon-reload && systemctl start --no-block mgpu-disks.service
-}
-
 install_scripts
 set_clocks
 arm
 let_in
 show_host_key
-mount_disks

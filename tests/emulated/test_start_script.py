@@ -1,4 +1,5 @@
 """What a machine does at its boot: the script itself, as root, in namespaces and on an overlay of this system's root.
+Most of it with EC2's disks.
 
 Programs that would switch a machine off are replaced by ones that write down how they were called.
 """
@@ -17,7 +18,10 @@ import pytest
 from fakes.aws import world
 
 from mgpu.errors import InvalidRequest
-from mgpu.providers.aws.instances.user_data import HOST_KEY_FILE, MAX_BYTES, HostKey, user_data
+from mgpu.plan.model import Requirements
+from mgpu.providers.aws.instances.user_data import MAX_BYTES, user_data
+from mgpu.providers.base import FleetRequest
+from mgpu.providers.start import HOST_KEY_FILE, HostKey, start_script
 from mgpu.remote import rekey
 
 HOST_KEY = HostKey.make()
@@ -47,9 +51,17 @@ exec chroot r /bin/sh -eu /tmp/steps
 Boot = Callable[..., str]
 
 
-def script(**changed: float) -> str:
-    settings = {"lease_s": LEASE_S, "hard_cap_s": HARD_CAP_S, "hard_cap_at": time.time() + HARD_CAP_S, **changed}
-    return user_data("ubuntu", LOGIN, HOST_KEY, **settings)
+def request(**changed: object) -> FleetRequest:
+    needed = Requirements(provider="aws", max_price_usd_per_hour=1, max_hours=1)
+    return FleetRequest(
+        fleet="demo", generation=1, owner="o-1", requirements=needed,
+        **{"ssh_public_key": LOGIN, "lease_s": LEASE_S, "hard_cap_s": HARD_CAP_S, **changed},
+    )  # fmt: skip
+
+
+def script(hard_cap_at: float | None = None, **changed: float) -> str:
+    at = time.time() + HARD_CAP_S if hard_cap_at is None else hard_cap_at
+    return user_data(request(**changed), "ubuntu", HOST_KEY, int(at))
 
 
 @pytest.fixture
@@ -155,6 +167,42 @@ def test_the_end_of_the_lease_powers_the_machine_off_in_more_than_one_way(boot: 
         script(lease_s=1),
     )
     assert out.splitlines()[:3] == ["systemctl poweroff -ff", "poweroff -f", "shutdown -P now"]
+
+
+def test_where_power_off_would_not_end_the_bill_the_clouds_own_end_is_called_until_it_comes(boot: Boot):
+    out = boot(
+        """
+        sed -i 's/^while :; do$/while sleep 0.1; do/; s/sleep "$poll"/:/' /tmp/user-data
+        sh /tmp/user-data
+        for i in 1 2 3 4 5 6 7 8 9 10; do grep -q again /tmp/called 2>/dev/null && break; sleep 1; done
+        cat /tmp/called
+        """,
+        start_script(
+            request(lease_s=1), "root", end='[ ! -e /tmp/called ] || again=again\necho "it\'s $again" >>/tmp/called'
+        ),
+    )
+    assert out.splitlines()[:2] == ["it's ", "it's again"]
+    assert "poweroff" not in out
+
+
+def test_a_plain_machine_keeps_the_host_keys_that_its_cloud_tells_and_its_disks(boot: Boot):
+    out = boot(
+        """
+        ls /etc/ssh >/tmp/before
+        sh /tmp/user-data
+        ls /etc/ssh | diff - /tmp/before && echo same
+        ls /usr/local/lib/mgpu
+        cat /home/plain/.ssh/authorized_keys
+        read -r up _ </proc/uptime
+        echo "$(($(cat /run/mgpu/hard-cap) - ${up%%.*})) last"
+        """,
+        start_script(request(), "plain", more="echo $user $home >>/tmp/more; cat /tmp/more\n"),
+    )
+    first, *names, key, left = out.splitlines()
+    assert first == "plain /home/plain", "what is the cloud's own comes at the end"
+    assert names == ["same", "end.sh", "lease.sh"]
+    assert key == LOGIN
+    assert abs(int(left.split()[0]) - HARD_CAP_S) <= 2
 
 
 def test_a_renewed_lease_is_heeded(boot: Boot):
@@ -307,7 +355,7 @@ def test_whoever_replaces_the_host_key_knows_where_it_lies():
 )
 def test_what_is_no_key_or_too_large_is_refused(key: str):
     with pytest.raises(InvalidRequest):
-        user_data("ubuntu", key, HOST_KEY, lease_s=1, hard_cap_s=1, hard_cap_at=1)
+        user_data(request(ssh_public_key=key), "ubuntu", HOST_KEY, 1)
 
 
 def test_a_host_keys_private_half_is_not_shown():
