@@ -416,7 +416,7 @@ def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
     if len(spec.candidates) == 1:
         return bring_up(session, stack)
     plan = partial(patiently, lambda: on_sale.plan(spec), session.timeouts.provision_s, partial(paused, session))
-    return bring_up_anywhere(session, stack, lambda: turns(plan()))
+    return bring_up_anywhere(session, stack, lambda: turns(plan(), spec.candidates))
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -467,12 +467,16 @@ def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets
     recovery, record = request.spec.recovery, session.record
     # a stack that is not the run's own was made by another run file
     spec = request.spec if record.own_stack else request.spec.of(record.provider)
-    anew = partial(_made_anew, spec)
+    moved = partial(move, session, stack, partial(_made_anew, spec))
+
+    def repair(lost: tuple[int, ...]) -> StackOutput:
+        return moved() if record.moves else bring_up(session, stack, lost)  # a supervisor may have died in a move
+
     ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
-        repair=lambda lost: bring_up(session, stack, lost),
-        move=lambda: partial(move, session, stack, anew) if on_sale.elsewhere(spec, record.provider) else None,
+        repair=repair,
+        move=lambda: moved if on_sale.elsewhere(spec, record.provider) else None,
     )

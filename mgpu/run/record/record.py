@@ -22,7 +22,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -158,6 +158,8 @@ class Record:
     candidates: dict[str, dict[str, str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # those of them that were asked for machines
     asking: str = ""  # the one that is asked for a fleet now
+    up_to: list[float] = field(default_factory=list)  # for offers up to this `mgpu.plan.rank.Rank`; empty: for any
+    moves: bool = False  # its machines are being given back, to be made anew wherever the run file allows
     state: State = State.QUEUED
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
@@ -243,9 +245,10 @@ class Record:
         """By name, with their settings, the providers where machines of it may be."""
         return {name: self.candidates[name] for name in self.asked} | {self.provider: self.options}
 
-    def goes_to(self, provider: str) -> None:
-        """From here on its machines are asked for at this one of its candidates."""
+    def goes_to(self, provider: str, up_to: Sequence[float] = ()) -> None:
+        """From here on its machines are asked for at this one of its candidates; `up_to` that rank, empty: any."""
         self.provider, self.options, self.asking = provider, self.candidates[provider], provider
+        self.up_to = [*up_to]
         if provider not in self.asked:
             self.asked.append(provider)
 

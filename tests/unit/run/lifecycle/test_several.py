@@ -228,6 +228,57 @@ def test_a_supervisor_that_takes_over_asks_first_where_the_dead_one_was_asking(p
     assert (ups(world), outcome.record.asking) == (["slurm"], "")
 
 
+def test_a_supervisor_that_takes_over_asks_that_one_for_no_more_than_the_dead_one_has(project, clouds, world):
+    """Its dear machines come after the other one's."""
+    project.spec()
+    found, limit = world.record("run-1", candidates={"aws": {}, "slurm": {}}), Rank(True, 0, 2.0)
+    found.goes_to("aws", limit)
+    record.save(found)
+    Folder("run-1").make()
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    world.hooks["up at aws"] = NoOffer("what is left there is dearer than the other one's")
+    outcome = attach.attach(record.load("run-1"), project.context)
+    assert outcome is not None
+    assert (outcome.record.provider, ups(world)[:1]) == ("slurm", ["aws"])
+
+    del world.hooks["up at aws"]
+    again = world.record("run-2", candidates={"aws": {}, "slurm": {}})
+    again.goes_to("aws", limit)
+    record.save(again)
+    Folder("run-2").make()
+    Folder("run-2").run_file.write_text(world.run_file.read_text())
+    world.ranked_up_to.clear()
+    attach.attach(record.load("run-2"), project.context)
+    assert world.ranked_up_to == [limit]
+
+
+def test_a_supervisor_that_takes_over_in_a_move_goes_on_with_it(project, clouds, world, monkeypatch):
+    """The fleet's own provider is not asked for machines again before its turn: the fleet was given back."""
+    attempts = list[str]()
+
+    def train(node, job):
+        attempts.append(record.load("last").provider)
+        return world.succeed(node, job)
+
+    world.program = train
+    found = project.left_behind(state=State.REPAIRING, candidates={"aws": {}, "slurm": {}}, provider="aws")
+    old = clouds["aws"].rent("mine-run-1")
+    found.fleet = world.output(old, "aws").model_dump(mode="json")
+    found.recoveries, found.attempt = 1, 1
+    found.moves = True
+    found.goes_to("slurm", Rank(True, 0, 9.0))
+    record.save(found)
+    project.spec("recovery: {attempts: 3, wait_minutes: 1}\n")
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    outcome = attach.attach(record.load("run-1"), project.context)
+    assert outcome is not None
+    assert outcome.record.state is State.SUCCEEDED, outcome.error
+    assert (ups(world), attempts) == (["slurm"], ["slurm"])
+    assert world.ranked_up_to == [Rank(True, 0, 9.0)]
+    assert not outcome.record.moves
+    assert clouds["aws"].billed == set(), "what the dead one had not given back yet is"
+
+
 def test_what_is_wrong_with_one_of_them_is_no_end(project, clouds):
     project.world.hooks["up at aws"] = InputError("image: it needs another driver")
     outcome = project.launch()
