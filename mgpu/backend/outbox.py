@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Outbox:
         NotKept."""
         from mgpu_train.store import Ambiguous
 
-        key, data = f"{self._waiting}{at:015.3f}-{ident}.json", _data(message, "")
+        key, data = f"{self._waiting}{at:015.3f}-{ident}.json", _claimed({"version": 1, "message": message}, "")
         try:
             with _backend() as store:
                 for _ in range(_TRIES):
@@ -178,7 +178,7 @@ def _claim(store: Store, key: str) -> tuple[Message, str] | None:
         if whole["claim"] and found.age_s <= CLAIM_S:
             return message, ""
         try:
-            mine = store.replace(key, _data(message, claim), found.version)
+            mine = store.replace(key, _claimed(whole, claim), found.version)
         except Ambiguous:
             mine = json.loads(store.get(key, _LARGEST))["claim"] == claim
         return message, claim if mine else ""
@@ -193,11 +193,11 @@ def _let_go(store: Store, key: str, claim: str) -> None:
         found = store.read(key, _LARGEST)
         whole = json.loads(found.data)
         if whole["claim"] == claim:
-            store.replace(key, _data(whole["message"], ""), found.version)
+            store.replace(key, _claimed(whole, ""), found.version)
 
 
-def _data(message: Message, claim: str) -> bytes:
-    return json.dumps({"version": 1, "claim": claim, "message": message}).encode()
+def _claimed(whole: Mapping[str, Any], claim: str) -> bytes:
+    return json.dumps({**whole, "claim": claim}).encode()
 
 
 @contextmanager

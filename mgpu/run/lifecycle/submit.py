@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
+from mgpu.fields import plain
 from mgpu.iac.engine.project import keep_program, project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
@@ -93,7 +94,7 @@ def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Se
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return asdict(record)
+    return plain(record)
 
 
 def submit_kept(

@@ -24,14 +24,14 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
-from mgpu.fields import known_fields
+from mgpu.fields import Document, known_fields, plain
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
@@ -82,7 +82,7 @@ _NEXT = {
 
 
 @dataclass
-class Interruption:
+class Interruption(Document):
     """One end of an attempt that was not the run's end, and the way back. Times are UNIX seconds; None: not reached."""
 
     attempt: int
@@ -106,7 +106,7 @@ class Interruption:
 
 
 @dataclass
-class Spent:
+class Spent(Document):
     """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds, prices
     US dollars per hour for all nodes."""
 
@@ -128,7 +128,7 @@ class Spent:
 
 
 @dataclass
-class Check:
+class Check(Document):
     """A metric of a run that has succeeded, and whether it is as its run file expects (`expect`)."""
 
     metric: str
@@ -140,7 +140,7 @@ class Check:
 
 
 @dataclass
-class Record:
+class Record(Document):
     """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
 
     run_id: str
@@ -398,7 +398,7 @@ def note_end_told(run_id: str) -> None:
 
 def _text(record: Record) -> bytes:
     record.updated_at = time.time()
-    return json.dumps(asdict(record), indent=1).encode()
+    return json.dumps(plain(record), indent=1).encode()
 
 
 def _keep(run_id: str, text: bytes) -> None:

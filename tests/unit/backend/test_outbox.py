@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -56,6 +57,19 @@ def test_what_waits_is_told_in_its_order_and_marked(box: Outbox):
     box.keep("m2", 2.0, {"id": "m2"})
     box.deliver(lambda message: told.append(message["id"]))
     assert told == ["m1", "m2", "m3"], "an event that is said again is told once"
+
+
+def test_what_a_newer_mgpu_has_written_beside_a_message_is_carried_through(box: Outbox):
+    first = location.current().root / keys()[0]
+    first.write_text(json.dumps(json.loads(first.read_text()) | {"of_tomorrow": [1]}))
+
+    def fails(_: dict[str, Any]) -> None:
+        assert json.loads(first.read_text())["of_tomorrow"] == [1], "claimed"
+        raise OSError("away")
+
+    with pytest.raises(OSError, match="away"):
+        box.deliver(fails)
+    assert json.loads(first.read_text())["of_tomorrow"] == [1], "and let go"
 
 
 def test_twenty_at_once_tell_each_once_and_in_order(box: Outbox):
