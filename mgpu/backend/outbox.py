@@ -5,9 +5,9 @@
 
 `whose` is `runs/<run>`, or `submissions/<name>.<uid>` of a schedule. A message is delivered by who has claimed it, with
 a conditional write, and the mark is there before the message goes: of any number that look at once one delivers it. A
-claim whose holder died is over when it is `CLAIM_S` old, by the store's own clock. Who dies between the delivery and
-its mark is the one case in which somebody is told twice, with the same id. What nobody could deliver for `WAITS_S` is
-given up by the try that finds it so.
+claim whose holder died is over when it is `CLAIM_S` old, by the store's own clock. Who dies, or loses the backend,
+between the delivery and its mark is the one case in which somebody is told twice, with the same id. What nobody could
+deliver for `WAITS_S` is given up by the try that finds it so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class Outbox:
         try:
             with _backend() as store:
                 for _ in range(_TRIES):
-                    if store.stat(f"{self._told}{ident}") is not None:
+                    told = f"{self._told}{ident}"
+                    if store.stat(told) is not None:
+                        return
+                    if _noted(told):
+                        store.put(told, b"")
                         return
                     with suppress(Ambiguous):
                         store.put_if_absent(key, data)
@@ -69,6 +73,14 @@ class Outbox:
         except StackError as error:
             raise NotKept(f"{error.what} ({error.why})") from error
         raise NotKept(f"{_TRIES} answers of the backend were lost")
+
+    def note(self, ident: str) -> None:
+        """Notes on this machine that a message was told while it could not be kept: the next time that it would be, it
+        is marked instead."""
+        path = location.current().root / self._told / ident
+        with suppress(OSError):  # it is told again, with the same id
+            path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+            path.touch()
 
     def deliver(self, tell: Callable[[Message], None]) -> bool:
         """Delivers what waits, in its order: what cannot be delivered holds up what is newer. False: somebody else is
@@ -106,7 +118,7 @@ class Outbox:
                 return True
         if not mine:
             return False
-        if key not in self._unmarked:  # else the backend went away before it could be marked
+        if key not in self._unmarked and not _noted(told):  # else the backend went away before it could be marked
             try:
                 tell(message)
             except BaseException as error:
@@ -156,6 +168,11 @@ def keys(store: Store, whose: str) -> list[str]:
     """All keys of messages of a run or schedule, those that wait and the marks of those that were told. Raises
     StoreError."""
     return [found.key for prefix in (f"{whose}/told/", f"{_OUTBOX}{whose}/") for found in store.list(prefix)]
+
+
+def _noted(told: str) -> bool:
+    """Whether this machine has told it while the backend was away."""
+    return (location.current().root / told).exists()
 
 
 def _is_late(key: str) -> bool:

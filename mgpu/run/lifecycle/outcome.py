@@ -213,6 +213,7 @@ def ended(record: Record) -> RunEnded:
         spent_usd=round(record.spent_usd(record.ended_at or time.time()), 4),
         step=known(record.step),
         checkpoint_step=known(record.checkpoint_step),
+        submitted_at=record.submitted_at or record.created_at,
     )
 
 

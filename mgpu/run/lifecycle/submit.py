@@ -113,7 +113,8 @@ def submit_kept(
             return there
         if not files.bring_folder(folder, at):
             raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
-        record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
+        begins = dict.fromkeys(("created_at", "submitted_at"), time.time())
+        record = of_json({**fields, "run_id": run_id, "stack": run_id, **begins, **more})
         record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
         own.make()
         if code is not None:
@@ -207,6 +208,7 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
+        submitted_at=time.time(),
         created_by=user(),
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,

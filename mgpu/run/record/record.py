@@ -169,6 +169,7 @@ class Record(Document):
     writer: str = ""
     supervisor: str = ""  # token of the supervising process in the commit log
     created_at: float = 0.0
+    submitted_at: float = 0.0  # by whom it was resumed last; 0: an earlier mgpu has not written it down
     created_by: str = ""  # user and host
     updated_at: float = 0.0
     ended_at: float | None = None
