@@ -7,7 +7,7 @@ import getpass
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +44,12 @@ def submit(
     fleet: StackOutput | None = None,
     resume: Record | None = None,
     image: Settled | None = None,
+    of: Sequence[str] = (),
     **more: Any,
 ) -> Record:
     """A queued run, with `more` in its record. Whoever supervises it needs nothing more of the folder that it comes
     from, so what is changed there later does not change the run. `stack` and `fleet`: it runs there; without them it
-    gets a fleet of its own.
+    gets a fleet of its own, of one of the providers `of`; empty: of any that the run file names.
 
     Raises:
         InputError: the run that is resumed is not over; the code cannot be kept; another run uses the fleet. Nothing
@@ -64,7 +65,7 @@ def submit(
         with code_upload.set_aside(request) as code, opening():
             if fleet is not None:
                 refuse_used(fleet, but=run_id)
-            record = _record(request, run_file, stack, fleet, resume, image)
+            record = _record(request, run_file, stack, fleet, resume, image, of)
             record = replace(record, **more)
             record.earlier = checks.earlier(record.expect, _alike(record))
             return _submitted(request, run_file, code, record)
@@ -180,9 +181,10 @@ def _record(
     fleet: StackOutput | None,
     resume: Record | None,
     image: Settled | None,
+    of: Sequence[str] = (),
 ) -> Record:
     spec, run_id = request.spec, request.run_id
-    names = sellers(spec)
+    names = tuple(of) or sellers(spec)
     settings = {name: dict(rank.requirements(spec.of(name)).provider_options) for name in names}
     provider = fleet.provider if fleet else names[0]
     needed = rank.requirements(spec.of(provider))
@@ -199,7 +201,7 @@ def _record(
         fleet_name=fleet_name(project_name(project), stack_name),
         provider=provider,
         options=dict(fleet.options if fleet else settings[provider]),
-        candidates=settings if len(names) > 1 or ANY in spec.providers else {},
+        candidates=settings if len(names) > 1 or of or ANY in spec.providers else {},
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],

@@ -148,18 +148,34 @@ class _Run:
             now = time.time()
             return reuse.waits_for(reuse.standing(now), self.record, now)
         fleet = self.record.fleet_output() if self.record.fleet else None
-        price = (
-            partial(usd_per_hour, fleet, self.record.part)
-            if fleet
-            else partial(on_sale.dearest_usd_per_hour, self.spec)
-        )
+        found = list[on_sale.Priced]()
+
+        def price() -> float | None:
+            if fleet:
+                return usd_per_hour(fleet, self.record.part)
+            found[:] = [on_sale.priced(self.spec)]
+            return found[0].usd_per_hour
+
         try:
             account.claim(self.record.run_id, price)
         except OverLimit as full:
             if self.record.kept_by:  # others may begin there
                 self._leave_kept()
             return "; ".join(full.over)
+        for each in found:
+            self._do_without(each)
         return ""
+
+    def _do_without(self, priced: on_sale.Priced) -> None:
+        """Those that do not say what they cost; the place that was claimed is one for the others' machines."""
+        record = self.record
+        if not priced.silent:
+            return
+        priced.warn(self.session.emit)
+        record.candidates = {name: record.candidates[name] for name in priced.providers}
+        self.spec = self.spec.model_copy(update={"providers": priced.providers})
+        self._goes_to(record.provider if record.provider in priced.providers else priced.providers[0])
+        self.stack = stack_of(record, self._context)
 
     def _take_kept(self) -> None:
         """Puts the run on a kept fleet, where one is free that fits."""

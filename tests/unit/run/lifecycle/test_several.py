@@ -15,11 +15,14 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
+from mgpu.events import Warned
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
+from mgpu.run.budget import account
 from mgpu.run.fleet import inventory
 from mgpu.run.job import on_sale
+from mgpu.run.job.on_sale import Priced
 from mgpu.run.lifecycle import attach, down, supervise
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.lifecycle.capacity_wait import paused
@@ -295,14 +298,51 @@ def test_a_short_silence_of_all_is_waited_for(project, clouds):
     assert project.launch().record.provider == "aws"
 
 
-def test_a_limit_by_the_hour_counts_the_dearest_of_all_and_whoever_does_not_answer_is_waited_for(project, clouds):
+def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(project, clouds):
     spec = project.spec()
-    assert on_sale.dearest_usd_per_hour(spec) == 9.0
-    clouds["slurm"].refuses["offers"] = [Transient("no answer")]
-    with pytest.raises(Transient):
-        on_sale.dearest_usd_per_hour(spec)
+    assert on_sale.priced(spec) == Priced(9.0, ("aws", "slurm"), {})
+    clouds["slurm"].refuses["offers"] = [silence := Transient("no answer")]
+    assert on_sale.priced(spec) == Priced(9.0, ("aws",), {"slurm": silence})
     clouds["slurm"].refuses["offers"] = [AuthError("no credentials")]
-    assert on_sale.dearest_usd_per_hour(spec) == 9.0
+    assert on_sale.priced(spec) == Priced(9.0, ("aws", "slurm"), {})
+    clouds["slurm"].refuses["offers"] = [silence]
+    clouds["aws"].on_sale.clear()
+    with pytest.raises(Transient):
+        on_sale.priced(spec)
+
+
+def test_under_a_limit_whoever_does_not_say_what_it_costs_is_not_asked_for_machines(
+    project, clouds, world, monkeypatch
+):
+    """Nor when it answers again: no room was claimed for its dear machines."""
+    account.change(usd_per_hour=5.0)
+    silent, offers = iter([True]), clouds["aws"].offers
+
+    def on_sale_there(needed):
+        if next(silent, False):
+            raise Transient("no answer")
+        return offers(needed)
+
+    monkeypatch.setattr(clouds["aws"], "offers", on_sale_there)
+    world.hooks["up at slurm"] = SOLD_OUT
+    outcome = project.launch("recovery: {wait_minutes: 0}")
+    assert isinstance(outcome.error, NoCapacity)
+    assert {*ups(world)} == {"slurm"}
+    assert "aws does not say what it costs" in str(world.of(Warned))
+    del world.hooks["up at slurm"]
+    account.change(usd_per_hour=0.0)
+    assert project.launch().record.provider == "aws", "without a limit as ever"
+
+
+def test_a_queued_run_does_without_who_is_silent_when_it_begins(project, clouds, world):
+    account.change(usd_per_hour=5.0)
+    queued = runs.submitted(world.run_file, project.spec(), project.context)
+    assert [*queued.candidates] == ["aws", "slurm"]
+    clouds["aws"].refuses["offers"] = [Transient("no answer")]
+    outcome = attach.attach(queued, project.context)
+    assert outcome is not None
+    assert (outcome.record.state, outcome.record.provider, ups(world)) == (State.SUCCEEDED, "slurm", ["slurm"])
+    assert [*outcome.record.candidates] == ["slurm"]
 
 
 def test_any_that_is_one_alone_is_chosen_too(project, clouds, world, monkeypatch):
