@@ -135,7 +135,7 @@ class RunEnded(RunEvent):
 
     def identity(self) -> dict[str, Any]:
         """Who ends it again, because the backend was away when it was over, finds another time, price and reason."""
-        names = ("event", "run_id", "attempt", "submitted_at", "state", "exit_code", "teardown")
+        names = ("event", "run_id", "submitted_at", "state", "exit_code", "teardown")
         whole = self.to_json()
         return {name: whole[name] for name in names}
 

@@ -291,9 +291,11 @@ def test_an_end_that_another_machine_finds_once_more_is_told_once(told, service)
     unmet = RunRegressed(RUN, 2, 9.0, schedule="nightly", code="", checks=({"metric": "loss", "said": "is 2"},))
     emits(told, block, unmet, ENDED)
     said = ({"metric": "loss", "said": "is 2.0"},)
-    emits(told, block, replace(unmet, at=80.0, checks=said), replace(ENDED, at=80.0, spent_usd=4.3, reason="again"))
+    emits(told, block, replace(unmet, at=80.0, checks=said), replace(ENDED, at=80.0, attempt=3, spent_usd=4.3))
     assert [each["event"] for each in service.messages] == ["regression", "ended"]
-    for number, other in enumerate(({"state": "failed"}, {"attempt": 3}, {"submitted_at": 70.0}, {"exit_code": 7})):
+    for number, other in enumerate(
+        ({"state": "failed"}, {"teardown": "kept"}, {"submitted_at": 70.0}, {"exit_code": 7})
+    ):
         emits(told, block, replace(ENDED, **other))
         assert len(service.told) == 3 + number, other
 
@@ -335,7 +337,7 @@ def test_a_program_of_the_users_is_told(told, tmp_path):
     assert json.loads((tmp_path / "said").read_text())["title"] == f"run {RUN} succeeded"
     assert (tmp_path / "said.env").read_text() == f"ended {RUN} run {RUN} succeeded\n"
     (tmp_path / "tell.sh").write_text("exit 3\n")
-    emits(told, "  command: {run: [sh, tell.sh, said]}\n", replace(ENDED, at=10.0, attempt=3))
+    emits(told, "  command: {run: [sh, tell.sh, said]}\n", replace(ENDED, at=10.0, submitted_at=3.0))
     assert "exit status 3" in warned(told)
     (tmp_path / "tell.sh").write_text('cat > "$1"\n')
     tell_again(told)
@@ -348,7 +350,7 @@ def test_apprise_tells_whoever_it_knows(told, service, monkeypatch):
     (message,) = service.messages
     assert (message["title"], "validation_loss 1.91" in message["message"]) == (f"run {RUN} succeeded", True)
     service.answers = [500]
-    emits(told, "  apprise: {urls: [TEAM]}\n", replace(ENDED, attempt=3))
+    emits(told, "  apprise: {urls: [TEAM]}\n", replace(ENDED, submitted_at=3.0))
     assert "not delivered" in warned(told)
 
 
