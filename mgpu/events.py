@@ -90,6 +90,10 @@ class RunEvent(Event):
         """The event as plain data, with its type under `event` and the version of all of these under `version`."""
         return {"version": VERSION, "event": type(self).__name__, **asdict(self)}
 
+    def identity(self) -> dict[str, Any]:
+        """What makes it this event: of two that agree in it, whoever says them, somebody is told once."""
+        return self.to_json()
+
 
 @dataclass(frozen=True, slots=True)
 class RunStateChanged(RunEvent):
@@ -115,7 +119,8 @@ class AttemptEnded(RunEvent):
 @dataclass(frozen=True, slots=True)
 class RunEnded(RunEvent):
     """The run is over, and its machines are gone or kept: what `mgpu status` says of it from here on. `stop_reason`:
-    the limit that has ended it (`user`, `hard_cap`, `budget`, `month`, `deadline`); null: none."""
+    the limit that has ended it (`user`, `hard_cap`, `budget`, `month`, `deadline`); null: none. `submitted_at`: when it
+    was submitted, UNIX seconds; a run that is resumed was so again."""
 
     state: str
     reason: str
@@ -126,6 +131,13 @@ class RunEnded(RunEvent):
     spent_usd: float
     step: int | None
     checkpoint_step: int | None
+    submitted_at: float = 0.0
+
+    def identity(self) -> dict[str, Any]:
+        """Who ends it again, because the backend was away when it was over, finds another time, price and reason."""
+        names = ("event", "run_id", "submitted_at", "state", "exit_code", "teardown")
+        whole = self.to_json()
+        return {name: whole[name] for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,11 @@ class RunRegressed(RunEvent):
     schedule: str
     code: str
     checks: tuple[dict[str, Any], ...]
+
+    def identity(self) -> dict[str, Any]:
+        """As of RunEnded: what its machines cost may have been checked again."""
+        names = [each["metric"] for each in self.checks]
+        return {"event": "RunRegressed", "run_id": self.run_id, "attempt": self.attempt, "metrics": names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +197,10 @@ class ScheduleMissed(Event):
     def to_json(self) -> dict[str, Any]:
         """As plain data, with its type under `event` and the version."""
         return {"version": VERSION, "event": "ScheduleMissed", **asdict(self)}
+
+    def identity(self) -> dict[str, Any]:
+        """All of it."""
+        return self.to_json()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@
 
 `whose` is `runs/<run>`, or `submissions/<name>.<uid>` of a schedule. A message is delivered by who has claimed it, with
 a conditional write, and the mark is there before the message goes: of any number that look at once one delivers it. A
-claim whose holder died is over when it is `CLAIM_S` old, by the store's own clock. Who dies between the delivery and
-its mark is the one case in which somebody is told twice, with the same id. What nobody could deliver for `WAITS_S` is
-given up by the try that finds it so.
+claim whose holder died is over when it is `CLAIM_S` old, by the store's own clock. Who dies, or loses the backend,
+between the delivery and its mark is the one case in which somebody is told twice, with the same id. What nobody could
+deliver for `WAITS_S` is given up by the try that finds it so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +57,15 @@ class Outbox:
         NotKept."""
         from mgpu_train.store import Ambiguous
 
-        key, data = f"{self._waiting}{at:015.3f}-{ident}.json", _data(message, "")
+        key, data = f"{self._waiting}{at:015.3f}-{ident}.json", _claimed({"version": 1, "message": message}, "")
         try:
             with _backend() as store:
                 for _ in range(_TRIES):
-                    if store.stat(f"{self._told}{ident}") is not None:
+                    told = f"{self._told}{ident}"
+                    if store.stat(told) is not None:
+                        return
+                    if _noted(told):
+                        store.put(told, b"")
                         return
                     with suppress(Ambiguous):
                         store.put_if_absent(key, data)
@@ -69,6 +73,14 @@ class Outbox:
         except StackError as error:
             raise NotKept(f"{error.what} ({error.why})") from error
         raise NotKept(f"{_TRIES} answers of the backend were lost")
+
+    def note(self, ident: str) -> None:
+        """Notes on this machine that a message was told while it could not be kept: the next time that it would be, it
+        is marked instead."""
+        path = location.current().root / self._told / ident
+        with suppress(OSError):  # it is told again, with the same id
+            path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+            path.touch()
 
     def deliver(self, tell: Callable[[Message], None]) -> bool:
         """Delivers what waits, in its order: what cannot be delivered holds up what is newer. False: somebody else is
@@ -106,7 +118,7 @@ class Outbox:
                 return True
         if not mine:
             return False
-        if key not in self._unmarked:  # else the backend went away before it could be marked
+        if key not in self._unmarked and not _noted(told):  # else the backend went away before it could be marked
             try:
                 tell(message)
             except BaseException as error:
@@ -158,6 +170,11 @@ def keys(store: Store, whose: str) -> list[str]:
     return [found.key for prefix in (f"{whose}/told/", f"{_OUTBOX}{whose}/") for found in store.list(prefix)]
 
 
+def _noted(told: str) -> bool:
+    """Whether this machine has told it while the backend was away."""
+    return (location.current().root / told).exists()
+
+
 def _is_late(key: str) -> bool:
     return time.time() - float(key.rpartition("/")[2].partition("-")[0]) > WAITS_S
 
@@ -178,7 +195,7 @@ def _claim(store: Store, key: str) -> tuple[Message, str] | None:
         if whole["claim"] and found.age_s <= CLAIM_S:
             return message, ""
         try:
-            mine = store.replace(key, _data(message, claim), found.version)
+            mine = store.replace(key, _claimed(whole, claim), found.version)
         except Ambiguous:
             mine = json.loads(store.get(key, _LARGEST))["claim"] == claim
         return message, claim if mine else ""
@@ -193,11 +210,11 @@ def _let_go(store: Store, key: str, claim: str) -> None:
         found = store.read(key, _LARGEST)
         whole = json.loads(found.data)
         if whole["claim"] == claim:
-            store.replace(key, _data(whole["message"], ""), found.version)
+            store.replace(key, _claimed(whole, ""), found.version)
 
 
-def _data(message: Message, claim: str) -> bytes:
-    return json.dumps({"version": 1, "claim": claim, "message": message}).encode()
+def _claimed(whole: Mapping[str, Any], claim: str) -> bytes:
+    return json.dumps({**whole, "claim": claim}).encode()
 
 
 @contextmanager

@@ -111,8 +111,9 @@ def merged(plans: Sequence[Plan], notes: Iterable[str] = ()) -> Plan:
     )
 
 
-def turns(plan: Plan) -> list[Turn]:
-    """In which order the providers of a plan are asked, each as long as its offers are the best of those left."""
+def turns(plan: Plan, order: Sequence[str]) -> list[Turn]:
+    """In which order the providers of a plan are asked, each as long as its offers are the best of those left. `order`:
+    which of them comes first where their offers are equal."""
     found = list[Turn]()
     last = {offer.provider: index for index, offer in enumerate(plan.offers)}
     for index, offer in enumerate(plan.offers):
@@ -120,8 +121,16 @@ def turns(plan: Plan) -> list[Turn]:
         if follows is not None and follows.provider == offer.provider:
             continue
         more = follows is not None and last[offer.provider] > index
-        found.append(Turn(offer.provider, rank(plan.requirements, follows) if more and follows else None))
+        found.append(Turn(offer.provider, _before(plan, offer, follows, order) if more and follows else None))
     return found
+
+
+def _before(plan: Plan, offer: Offer, other: Offer, order: Sequence[str]) -> Rank:
+    """Up to where offers of a provider come before another one's: its equals do if it is named first."""
+    limit = rank(plan.requirements, other)
+    if order.index(offer.provider) < order.index(other.provider):
+        return limit
+    return limit._replace(usd_per_hour=math.nextafter(limit.usd_per_hour, -math.inf))
 
 
 def rank(needed: Requirements, offer: Offer) -> Rank:
@@ -133,7 +142,7 @@ def rank(needed: Requirements, offer: Offer) -> Rank:
 
 
 def up_to(plan: Plan, limit: Rank) -> Plan:
-    """The plan with those offers alone that rank up to `limit`, where another provider's follow.
+    """The plan with those offers alone that rank up to `limit`, it included, where another provider's follow.
 
     Raises:
         NoOffer: none does any more; prices have changed.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from mgpu.errors import InputError
-from mgpu.fields import known_fields
+from mgpu.fields import Document, known_fields, plain
 from mgpu.run.record.record import Check, new_run_id
 from mgpu.schedule.times import Times
 
@@ -51,7 +51,7 @@ class Outcome(StrEnum):
 
 
 @dataclass
-class DueTime:
+class DueTime(Document):
     """One time of a schedule. Times are UNIX seconds."""
 
     at: float
@@ -86,7 +86,7 @@ class DueTime:
 
 
 @dataclass
-class Schedule:
+class Schedule(Document):
     """A run file, with code and image as they were, and when it is due."""
 
     name: str
@@ -133,16 +133,16 @@ class Schedule:
 
     def to_json(self) -> bytes:
         """As it is kept."""
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode()
+        return json.dumps({"version": VERSION, **plain(self)}, indent=1).encode()
 
 
 def parsed(data: bytes, name: str) -> Schedule:
     """A schedule as it was kept. Raises InputError."""
     try:
         whole = json.loads(data)
-        if whole["version"] != VERSION:
+        if (version := whole.pop("version")) != VERSION:
             raise InputError(
-                f"schedule {name} is of another version of mgpu: {whole['version']}",
+                f"schedule {name} is of another version of mgpu: {version}",
                 f"This one reads version {VERSION}.",
                 "Use the newest mgpu on every machine that shares a backend.",
             )
@@ -151,10 +151,13 @@ def parsed(data: bytes, name: str) -> Schedule:
         return Schedule(**{**known_fields(Schedule, whole), **rules, "history": history})
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
-            f"schedule {name} cannot be read", str(error), f"Remove it (`mgpu schedule rm {name}`), and add it again."
+            f"schedule {name} cannot be read",
+            str(error),
+            f"If a newer mgpu has written it, use that; else remove it (`mgpu schedule rm {name}`), and add it again.",
         ) from error
 
 
 def _due(each: dict[str, Any]) -> DueTime:
-    parts = {"outcome": Outcome(each["outcome"]), "checks": [Check(**check) for check in each.get("checks", ())]}
+    checks = [Check(**known_fields(Check, check)) for check in each.get("checks", ())]
+    parts = {"outcome": Outcome(each["outcome"]), "checks": checks}
     return DueTime(**{**known_fields(DueTime, each), **parts})

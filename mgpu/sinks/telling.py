@@ -1,8 +1,8 @@
 """Sinks that tell somebody of what matters. Each message goes into the backend first (`mgpu.backend.outbox`), and is
 tried until it is delivered, on whichever machine passes.
 
-A message's id follows from its event: it is told once, whichever command it comes from. One that is cut off between the
-delivery and its mark tells it again, with the same id.
+A message's id follows from its event's identity: it is told once, whichever command it comes from, and whoever says it
+again. One that is cut off between the delivery and its mark tells it again, with the same id.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Telling(Sink, ABC):
     def _hear(self, kind: What, event: RunEvent | ScheduleMissed, title: str, *text: str) -> None:
         if kind in self._wanted:
             data, run_id = event.to_json(), event.run_id if isinstance(event, RunEvent) else ""
-            known = hashlib.sha256(json.dumps([kind, data]).encode()).hexdigest()[:16]
+            known = hashlib.sha256(json.dumps([kind, event.identity()]).encode()).hexdigest()[:16]
             message = Message(known, kind, run_id, title, "\n".join(filter(None, text)), data)
             try:
                 self._outbox.keep(message.id, event.at, asdict(message))
@@ -153,6 +153,7 @@ class Telling(Sink, ABC):
                     self.tell(message)
                 except Exception as error:  # whatever somebody else's service does
                     raise NotKept(f"{lost}; {type(error).__name__}: {error}") from error
+                self._outbox.note(message.id)
                 return
             self._waits = True
             self._deliver()

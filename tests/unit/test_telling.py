@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mgpu_train.store import Unavailable
+from mgpu_train.store.file import FileStore
 from waiting import until
 
 from mgpu.backend import outbox
@@ -182,7 +184,7 @@ def test_a_regression_is_told_with_what_it_was_compared_with(told, service):
     assert last["title"] == f"run {RUN} succeeded, but not as expected"
     emits(told, block, REGRESSED)
     assert len(service.told) == 2
-    emits(told, block, replace(REGRESSED, schedule="", at=9.5))
+    emits(told, block, replace(REGRESSED, schedule="", attempt=3))
     assert service.messages[2]["text"].endswith(f"mgpu status {RUN}")
 
 
@@ -264,6 +266,40 @@ def test_where_the_backend_is_away_who_is_there_is_told_and_else_the_next_pass_t
     assert (len(service.told), load(RUN).untold) == (1, False)
 
 
+def test_what_was_told_while_the_backend_was_away_is_not_told_again_here(told, service, monkeypatch):
+    """The record says still that nobody knows of its end, so the next pass says it again."""
+    save(replace(load(RUN), state=State.SUCCEEDED, has_sinks=True, teardown="confirmed"))
+    block, stat = f"  webhook: {{url: '{service.url}'}}\n", FileStore.stat
+
+    def away(store: FileStore, key: str) -> object:
+        if "told" in key:
+            raise Unavailable("the backend does not answer")
+        return stat(store, key)
+
+    monkeypatch.setattr(FileStore, "stat", away)
+    emits(told, block, ENDED)
+    assert len(service.told) == 1
+    monkeypatch.setattr(FileStore, "stat", stat)
+    emits(told, block, ENDED)
+    tell_again(told)
+    assert (len(service.told), outbox.waiting()) == (1, [])
+
+
+def test_an_end_that_another_machine_finds_once_more_is_told_once(told, service):
+    """The backend was away when the run was over: whoever took it over has ended it later, for a bit more."""
+    block = f"  webhook: {{url: '{service.url}'}}\n"
+    unmet = RunRegressed(RUN, 2, 9.0, schedule="nightly", code="", checks=({"metric": "loss", "said": "is 2"},))
+    emits(told, block, unmet, ENDED)
+    said = ({"metric": "loss", "said": "is 2.0"},)
+    emits(told, block, replace(unmet, at=80.0, checks=said), replace(ENDED, at=80.0, attempt=3, spent_usd=4.3))
+    assert [each["event"] for each in service.messages] == ["regression", "ended"]
+    for number, other in enumerate(
+        ({"state": "failed"}, {"teardown": "kept"}, {"submitted_at": 70.0}, {"exit_code": 7})
+    ):
+        emits(told, block, replace(ENDED, **other))
+        assert len(service.told) == 3 + number, other
+
+
 def test_an_end_that_was_taken_is_certain_to_be_told_though_it_could_not_be_delivered(told, service):
     save(replace(load(RUN), state=State.SUCCEEDED, has_sinks=True, teardown="confirmed"))
     service.answers = [500] * 9
@@ -301,7 +337,7 @@ def test_a_program_of_the_users_is_told(told, tmp_path):
     assert json.loads((tmp_path / "said").read_text())["title"] == f"run {RUN} succeeded"
     assert (tmp_path / "said.env").read_text() == f"ended {RUN} run {RUN} succeeded\n"
     (tmp_path / "tell.sh").write_text("exit 3\n")
-    emits(told, "  command: {run: [sh, tell.sh, said]}\n", replace(ENDED, at=10.0))
+    emits(told, "  command: {run: [sh, tell.sh, said]}\n", replace(ENDED, at=10.0, submitted_at=3.0))
     assert "exit status 3" in warned(told)
     (tmp_path / "tell.sh").write_text('cat > "$1"\n')
     tell_again(told)
@@ -314,7 +350,7 @@ def test_apprise_tells_whoever_it_knows(told, service, monkeypatch):
     (message,) = service.messages
     assert (message["title"], "validation_loss 1.91" in message["message"]) == (f"run {RUN} succeeded", True)
     service.answers = [500]
-    emits(told, "  apprise: {urls: [TEAM]}\n", replace(ENDED, at=10.0))
+    emits(told, "  apprise: {urls: [TEAM]}\n", replace(ENDED, submitted_at=3.0))
     assert "not delivered" in warned(told)
 
 

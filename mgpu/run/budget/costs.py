@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from mgpu.backend import objects
+from mgpu.fields import plain
 from mgpu.run.record.record import Record, every, of_json
 
 _REMOVED = "removed.json"
@@ -177,7 +178,9 @@ def _removed() -> list[Record]:
 
 def remember(records: Iterable[Record]) -> None:
     """Keeps what these runs have spent: their records are about to go. Raises StackError."""
-    costly = [asdict(record) for record in records if record.spending or record.price_usd_per_hour]
+    costly = [plain(record) for record in records if record.spending or record.price_usd_per_hour]
     slim = {each["run_id"]: {name: each[name] for name in _KEPT} for each in costly}
     if slim:
-        objects.change(_REMOVED, lambda kept: {"version": 1, "runs": {**(kept or {"runs": {}})["runs"], **slim}})
+        objects.change(
+            _REMOVED, lambda kept: {**(kept or {"version": 1}), "runs": {**(kept or {"runs": {}})["runs"], **slim}}
+        )

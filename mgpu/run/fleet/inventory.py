@@ -237,14 +237,21 @@ def _settings(options: Any) -> dict[str, str]:
 
 
 def _fleets_in(key: str) -> list[dict[str, Any]] | None:
-    """The inputs of a stack's fleets and guards; None: its state is damaged."""
+    """The inputs of a stack's fleets and guards, and those that guards had before; None: its state is damaged."""
     try:
         resources = state_file.read(key)["checkpoint"]["latest"]["resources"]
-        found = [each["inputs"] for each in resources if each["type"] in (tokens.FLEET, tokens.FLEET_GUARD)]
-        return [dict(inputs) for inputs in found]
+        ours = [each for each in resources if each["type"] in (tokens.FLEET, tokens.FLEET_GUARD)]
+        return [found for each in ours for found in (dict(each["inputs"]), *_earlier(each))]
     except NotFound:  # it has just gone
         return []
     except (OSError, EOFError, ValueError):
         return None
     except (LookupError, TypeError, AttributeError):
         return []  # nothing is in it yet
+
+
+def _earlier(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a guard's fleet may have machines still: it went from there to another provider."""
+    known = (resource.get("outputs") or {}).get("earlier")
+    found = [each for each in known if isinstance(each, dict)] if isinstance(known, list) else []
+    return [{"fleet": resource["inputs"].get("fleet"), **each} for each in found]

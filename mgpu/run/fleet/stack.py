@@ -132,13 +132,15 @@ def move(session: Session, stack: Stack, make: Callable[[Session, Stack], StackO
     fleet = session.record.fleet_output()
     session.emit(Warned(f"{fleet.region} has no machine for this fleet now: it moves, all nodes are replaced"))
     session.journal.append("move", stack=stack.name)
+    session.record.moves = True
+    session.save()
     _end(session, fleet, tuple(node.id for node in fleet.nodes if node.id), unbilled=False)
     return (make or bring_up)(session, stack)
 
 
 def bring_up_anywhere(session: Session, stack: Stack, turns: Callable[[], Sequence[Turn]]) -> StackOutput:
     """As `bring_up`, at the first of several providers that has machines. Where a supervisor died, the one that it was
-    asking, or whose machines it had, is asked first: those are found.
+    asking, or whose machines it had, is asked first, for what that one has asked it: those are found.
 
     Raises:
         ProviderError, InputError: none of them has; what time may mend, where one said so.
@@ -146,9 +148,10 @@ def bring_up_anywhere(session: Session, stack: Stack, turns: Callable[[], Sequen
     record, refusals = session.record, list[MgpuError]()
     stands = record.provider if record.fleet and record.state is State.PROVISIONING else ""
     first = record.asking or stands
-    for turn in chain([Turn(first)] * bool(first), _later(turns)):
+    again = Turn(first, Rank.of(record.up_to) if record.up_to else None)
+    for turn in chain([again] * bool(first), _later(turns)):
         new = turn.provider not in record.asked
-        record.goes_to(turn.provider)
+        record.goes_to(turn.provider, turn.up_to or ())
         session.save()  # whoever ends the run looks for its machines there
         stack.choose(turn.provider)
         try:
@@ -219,7 +222,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         record.month_usd = month_usd and record.spent_usd(time.time()) + month_usd
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
     record.costs(fleet.generation, fleet.machines_usd_per_hour, fleet.made_at or time.time(), fleet.other_usd_per_hour)
-    record.asking = ""
+    record.asking, record.moves = "", False
     if record.under_repair is not None:
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()

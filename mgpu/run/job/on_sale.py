@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from mgpu.errors import AuthError, InputError, MgpuError, NoOffer, ProviderError, RateLimited, Transient
+from mgpu.events import Emit, Warned
 from mgpu.plan import rank
 from mgpu.plan.model import Plan
 from mgpu.providers import registry
@@ -69,25 +73,47 @@ def _of(spec: RunSpec) -> Plan:
     return rank.plan(needed, answer.offers, answer.notes)
 
 
-def dearest_usd_per_hour(spec: RunSpec) -> float | None:
-    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing is on
-    sale for it, as whoever tries to rent it is told.
+@dataclass(frozen=True)
+class Priced:
+    """The most that a fleet may cost by the hour, with what it has beside its machines, if it is of one of `providers`;
+    None: they have nothing on sale for it, as whoever tries to rent it is told. `silent`: those that do not say."""
+
+    usd_per_hour: float | None
+    providers: tuple[str, ...]
+    silent: Mapping[str, MgpuError]
+
+    def warn(self, emit: Emit) -> None:
+        """Says of whom the run has to do without: for all that is known their machines may be over a limit."""
+        for name, error in self.silent.items():
+            emit(Warned(f"{name} does not say what it costs, and there are limits: the run does without: {error.what}"))
+
+
+def priced(spec: RunSpec) -> Priced:
+    """What a run file's fleet may cost, by the providers that say so. One of several that does not let this user in
+    rents out nothing.
 
     Raises:
-        ProviderError: a provider does not say. Of several, one that does not let this user in rents out nothing.
+        ProviderError: none says what it costs, and one of them does not answer.
     """
-    prices = list[float]()
+    prices, silent = list[float](), dict[str, MgpuError]()
     for name in (names := sellers(spec)):
         needed = rank.requirements(spec.of(name))
         try:
             offers, provider = _of(spec.of(name)).offers, registry.get(name, needed.provider_options)
-        except (NoOffer, AuthError, InputError) as error:
-            if len(names) == 1 and not isinstance(error, NoOffer):
+        except NoOffer:
+            continue
+        except (AuthError, InputError):
+            if len(names) == 1:
                 raise
+            continue
+        except ProviderError as error:
+            silent[name] = error
             continue
         dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
         prices.append(dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest))
-    return max(prices, default=None)
+    if silent and not prices:
+        raise next(iter(silent.values()))
+    return Priced(max(prices, default=None), tuple(name for name in names if name not in silent), silent)
 
 
 def elsewhere(spec: RunSpec, provider: str) -> bool:

@@ -19,7 +19,7 @@ from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
 from mgpu.run.fleet.stack import open_stack, project_of, standing, take
 from mgpu.run.job import images
-from mgpu.run.job.on_sale import dearest_usd_per_hour, sellers
+from mgpu.run.job.on_sale import priced, sellers
 from mgpu.run.job.request import build_secrets, require_all_secrets, require_secrets, resolve
 from mgpu.run.job.stack_output import provider_for, provider_of, usd_per_hour
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
@@ -43,17 +43,26 @@ def launch(
     machines: Machines = fit.ANY,
 ) -> Outcome:
     """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`). The image is in
-    its registry before anything is rented, and fits `machines`. Raises OverLimit: there is no room for it now."""
+    its registry before anything is rented, and fits `machines`. Where there are limits, its machines are of providers
+    that say what they cost. Raises OverLimit: there is no room for it now."""
     run_id = resume.run_id if resume else new_run_id(spec.name)
     base = run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
     require_all_secrets(request, os.environ, context.emit)  # what is missing is told before a build
     image = images.settle(spec, base, context.emit, machines)
+    of = tuple[str, ...]()
+
+    def price() -> float | None:
+        nonlocal of
+        found = priced(spec)
+        found.warn(context.emit)
+        of = found.providers if found.silent else ()
+        return found.usd_per_hour
 
     def made() -> Record:
-        return submit(request, run_file, resume=resume, image=image)
+        return submit(request, run_file, resume=resume, image=image, of=of)
 
-    with account.place(run_id, lambda: dearest_usd_per_hour(spec)), _opened(run_id, context, made) as session:
+    with account.place(run_id, price), _opened(run_id, context, made) as session:
         return supervise(session, context, submitted=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from mgpu_train.agent.status.status import Fault
 
@@ -27,6 +27,7 @@ from mgpu.errors import (
     TrainingFailed,
 )
 from mgpu.events import Emit, Note, RunEnded, RunEvent, RunRegressed, Warned
+from mgpu.fields import plain
 from mgpu.iac.engine.stack import Stack
 from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
@@ -192,7 +193,7 @@ def endings(record: Record) -> Iterator[RunEvent]:
     """What is told of a run that is over, for the first time."""
     at = record.ended_at or time.time()
     if record.unmet:
-        unmet = tuple(asdict(each) for each in record.unmet)
+        unmet = tuple(plain(each) for each in record.unmet)
         yield RunRegressed(record.run_id, record.attempt, at, schedule=record.schedule, code=record.code, checks=unmet)
     yield ended(record)
 
@@ -212,6 +213,7 @@ def ended(record: Record) -> RunEnded:
         spent_usd=round(record.spent_usd(record.ended_at or time.time()), 4),
         step=known(record.step),
         checkpoint_step=known(record.checkpoint_step),
+        submitted_at=record.submitted_at or record.created_at,
     )
 
 

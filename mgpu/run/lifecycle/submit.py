@@ -7,9 +7,9 @@ import getpass
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
+from mgpu.fields import plain
 from mgpu.iac.engine.project import keep_program, project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
@@ -43,11 +44,12 @@ def submit(
     fleet: StackOutput | None = None,
     resume: Record | None = None,
     image: Settled | None = None,
+    of: Sequence[str] = (),
     **more: Any,
 ) -> Record:
     """A queued run, with `more` in its record. Whoever supervises it needs nothing more of the folder that it comes
     from, so what is changed there later does not change the run. `stack` and `fleet`: it runs there; without them it
-    gets a fleet of its own.
+    gets a fleet of its own, of one of the providers `of`; empty: of any that the run file names.
 
     Raises:
         InputError: the run that is resumed is not over; the code cannot be kept; another run uses the fleet. Nothing
@@ -63,7 +65,7 @@ def submit(
         with code_upload.set_aside(request) as code, opening():
             if fleet is not None:
                 refuse_used(fleet, but=run_id)
-            record = _record(request, run_file, stack, fleet, resume, image)
+            record = _record(request, run_file, stack, fleet, resume, image, of)
             record = replace(record, **more)
             record.earlier = checks.earlier(record.expect, _alike(record))
             return _submitted(request, run_file, code, record)
@@ -93,7 +95,7 @@ def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Se
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return asdict(record)
+    return plain(record)
 
 
 def submit_kept(
@@ -112,7 +114,8 @@ def submit_kept(
             return there
         if not files.bring_folder(folder, at):
             raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
-        record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
+        begins = dict.fromkeys(("created_at", "submitted_at"), time.time())
+        record = of_json({**fields, "run_id": run_id, "stack": run_id, **begins, **more})
         record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
         own.make()
         if code is not None:
@@ -178,9 +181,10 @@ def _record(
     fleet: StackOutput | None,
     resume: Record | None,
     image: Settled | None,
+    of: Sequence[str] = (),
 ) -> Record:
     spec, run_id = request.spec, request.run_id
-    names = sellers(spec)
+    names = tuple(of) or sellers(spec)
     settings = {name: dict(rank.requirements(spec.of(name)).provider_options) for name in names}
     provider = fleet.provider if fleet else names[0]
     needed = rank.requirements(spec.of(provider))
@@ -197,7 +201,7 @@ def _record(
         fleet_name=fleet_name(project_name(project), stack_name),
         provider=provider,
         options=dict(fleet.options if fleet else settings[provider]),
-        candidates=settings if len(names) > 1 or ANY in spec.providers else {},
+        candidates=settings if len(names) > 1 or of or ANY in spec.providers else {},
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],
@@ -206,6 +210,7 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
+        submitted_at=time.time(),
         created_by=user(),
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,

@@ -148,18 +148,34 @@ class _Run:
             now = time.time()
             return reuse.waits_for(reuse.standing(now), self.record, now)
         fleet = self.record.fleet_output() if self.record.fleet else None
-        price = (
-            partial(usd_per_hour, fleet, self.record.part)
-            if fleet
-            else partial(on_sale.dearest_usd_per_hour, self.spec)
-        )
+        found = list[on_sale.Priced]()
+
+        def price() -> float | None:
+            if fleet:
+                return usd_per_hour(fleet, self.record.part)
+            found[:] = [on_sale.priced(self.spec)]
+            return found[0].usd_per_hour
+
         try:
             account.claim(self.record.run_id, price)
         except OverLimit as full:
             if self.record.kept_by:  # others may begin there
                 self._leave_kept()
             return "; ".join(full.over)
+        for each in found:
+            self._do_without(each)
         return ""
+
+    def _do_without(self, priced: on_sale.Priced) -> None:
+        """Those that do not say what they cost; the place that was claimed is one for the others' machines."""
+        record = self.record
+        if not priced.silent:
+            return
+        priced.warn(self.session.emit)
+        record.candidates = {name: record.candidates[name] for name in priced.providers}
+        self.spec = self.spec.model_copy(update={"providers": priced.providers})
+        self._goes_to(record.provider if record.provider in priced.providers else priced.providers[0])
+        self.stack = stack_of(record, self._context)
 
     def _take_kept(self) -> None:
         """Puts the run on a kept fleet, where one is free that fits."""
@@ -416,7 +432,7 @@ def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
     if len(spec.candidates) == 1:
         return bring_up(session, stack)
     plan = partial(patiently, lambda: on_sale.plan(spec), session.timeouts.provision_s, partial(paused, session))
-    return bring_up_anywhere(session, stack, lambda: turns(plan()))
+    return bring_up_anywhere(session, stack, lambda: turns(plan(), spec.candidates))
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -467,12 +483,16 @@ def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets
     recovery, record = request.spec.recovery, session.record
     # a stack that is not the run's own was made by another run file
     spec = request.spec if record.own_stack else request.spec.of(record.provider)
-    anew = partial(_made_anew, spec)
+    moved = partial(move, session, stack, partial(_made_anew, spec))
+
+    def repair(lost: tuple[int, ...]) -> StackOutput:
+        return moved() if record.moves else bring_up(session, stack, lost)  # a supervisor may have died in a move
+
     ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
-        repair=lambda lost: bring_up(session, stack, lost),
-        move=lambda: partial(move, session, stack, anew) if on_sale.elsewhere(spec, record.provider) else None,
+        repair=repair,
+        move=lambda: moved if on_sale.elsewhere(spec, record.provider) else None,
     )

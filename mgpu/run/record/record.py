@@ -22,16 +22,16 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
-from mgpu.fields import known_fields
+from mgpu.fields import Document, known_fields, plain
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
@@ -82,7 +82,7 @@ _NEXT = {
 
 
 @dataclass
-class Interruption:
+class Interruption(Document):
     """One end of an attempt that was not the run's end, and the way back. Times are UNIX seconds; None: not reached."""
 
     attempt: int
@@ -106,7 +106,7 @@ class Interruption:
 
 
 @dataclass
-class Spent:
+class Spent(Document):
     """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds, prices
     US dollars per hour for all nodes."""
 
@@ -128,7 +128,7 @@ class Spent:
 
 
 @dataclass
-class Check:
+class Check(Document):
     """A metric of a run that has succeeded, and whether it is as its run file expects (`expect`)."""
 
     metric: str
@@ -140,7 +140,7 @@ class Check:
 
 
 @dataclass
-class Record:
+class Record(Document):
     """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
 
     run_id: str
@@ -158,6 +158,8 @@ class Record:
     candidates: dict[str, dict[str, str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # those of them that were asked for machines
     asking: str = ""  # the one that is asked for a fleet now
+    up_to: list[float] = field(default_factory=list)  # for offers up to this `mgpu.plan.rank.Rank`; empty: for any
+    moves: bool = False  # its machines are being given back, to be made anew wherever the run file allows
     state: State = State.QUEUED
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
@@ -167,6 +169,7 @@ class Record:
     writer: str = ""
     supervisor: str = ""  # token of the supervising process in the commit log
     created_at: float = 0.0
+    submitted_at: float = 0.0  # by whom it was resumed last; 0: an earlier mgpu has not written it down
     created_by: str = ""  # user and host
     updated_at: float = 0.0
     ended_at: float | None = None
@@ -243,9 +246,10 @@ class Record:
         """By name, with their settings, the providers where machines of it may be."""
         return {name: self.candidates[name] for name in self.asked} | {self.provider: self.options}
 
-    def goes_to(self, provider: str) -> None:
-        """From here on its machines are asked for at this one of its candidates."""
+    def goes_to(self, provider: str, up_to: Sequence[float] = ()) -> None:
+        """From here on its machines are asked for at this one of its candidates; `up_to` that rank, empty: any."""
         self.provider, self.options, self.asking = provider, self.candidates[provider], provider
+        self.up_to = [*up_to]
         if provider not in self.asked:
             self.asked.append(provider)
 
@@ -395,7 +399,7 @@ def note_end_told(run_id: str) -> None:
 
 def _text(record: Record) -> bytes:
     record.updated_at = time.time()
-    return json.dumps(asdict(record), indent=1).encode()
+    return json.dumps(plain(record), indent=1).encode()
 
 
 def _keep(run_id: str, text: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.store import Ambiguous, Unavailable
+from mgpu_train.store import Ambiguous, Unavailable, open_store
 from mgpu_train.store.file import FileStore
 
 from mgpu.backend import location, outbox
@@ -56,6 +57,37 @@ def test_what_waits_is_told_in_its_order_and_marked(box: Outbox):
     box.keep("m2", 2.0, {"id": "m2"})
     box.deliver(lambda message: told.append(message["id"]))
     assert told == ["m1", "m2", "m3"], "an event that is said again is told once"
+
+
+def test_what_a_newer_mgpu_has_written_beside_a_message_is_carried_through(box: Outbox):
+    first = location.current().root / keys()[0]
+    first.write_text(json.dumps(json.loads(first.read_text()) | {"of_tomorrow": [1]}))
+
+    def fails(_: dict[str, Any]) -> None:
+        assert json.loads(first.read_text())["of_tomorrow"] == [1], "claimed"
+        raise OSError("away")
+
+    with pytest.raises(OSError, match="away"):
+        box.deliver(fails)
+    assert json.loads(first.read_text())["of_tomorrow"] == [1], "and let go"
+
+
+def test_what_this_machine_told_while_the_bucket_was_away_is_marked_there_and_not_told(
+    xdg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    bucket = open_store(f"file://{tmp_path}/bucket", {})
+    monkeypatch.setattr(location.Backend, "ours", property(lambda _: bucket))
+    box, told = Outbox(WHOSE, "webhook"), list[str]()
+    for ident in ("m1", "m2"):
+        box.note(ident)
+    box.keep("m1", 1.0, {"id": "m1"})
+    assert keys() == []
+    with monkeypatch.context() as another_machine:
+        another_machine.setenv("XDG_STATE_HOME", str(xdg / "another"))
+        box.keep("m2", 2.0, {"id": "m2"})
+    assert box.deliver(lambda message: told.append(message["id"])) is True
+    assert (told, keys()) == ([], [])
+    assert keys(f"{WHOSE}/told/") == [f"{WHOSE}/told/webhook/m{number}" for number in (1, 2)]
 
 
 def test_twenty_at_once_tell_each_once_and_in_order(box: Outbox):

@@ -383,7 +383,7 @@ def test_offers_of_several_providers_are_one_plan_in_one_order():
 def test_providers_take_turns_as_their_offers_rank_and_the_last_turn_of_each_is_open():
     one = of("one", offer(price_usd_per_hour=1), offer(price_usd_per_hour=2), offer(price_usd_per_hour=5))
     two = of("two", offer(price_usd_per_hour=3), offer(price_usd_per_hour=4))
-    found = turns(merged([one, two]))
+    found = turns(merged([one, two]), ["one", "two"])
     assert [(each.provider, each.up_to and each.up_to.usd_per_hour) for each in found] == [
         *(("one", 3), ("two", None), ("one", None)),
     ]
@@ -401,14 +401,21 @@ def test_equals_are_of_one_provider_after_the_other():
     two = of("two", offer(price_usd_per_hour=0, region="m"))
     both = merged([one, two])
     assert [each.provider for each in both.offers] == ["one", "one", "two"]
-    assert turns(both) == [("one", None), ("two", None)]
-    mixed = turns(merged([of("one", offer(price_usd_per_hour=0), offer(price_usd_per_hour=9)), two]))
-    first = mixed[0].up_to
-    assert first is not None
-    assert len(up_to(of("one", offer(price_usd_per_hour=0)), first).offers) == 1, (
-        "it ranks as the other's, not after it"
-    )
+    assert turns(both, ["one", "two"]) == [("one", None), ("two", None)]
+
+
+def test_up_to_an_equal_of_who_is_named_later_and_before_one_of_who_is_named_first():
+    """Prices change until a provider is asked: what has come to equal the other one's is of who is named first."""
+    one = of("one", offer(price_usd_per_hour=0), offer(price_usd_per_hour=9))
+    two = of("two", offer(price_usd_per_hour=3))
+    now = of("one", offer(price_usd_per_hour=0), offer(price_usd_per_hour=3))
+    for order, offers in ((["one", "two"], 2), (["two", "one"], 1)):
+        first = turns(merged([one, two] if order[0] == "one" else [two, one]), order)[0]
+        assert first.provider == "one"
+        assert first.up_to is not None
+        passed_on = Rank.of(json.loads(json.dumps(first.up_to)))
+        assert len(up_to(now, passed_on).offers) == offers
 
 
 def test_a_provider_alone_has_one_open_turn():
-    assert turns(of("one", offer(), offer(price_usd_per_hour=20))) == [("one", None)]
+    assert turns(of("one", offer(), offer(price_usd_per_hour=20)), ["one"]) == [("one", None)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
+from mgpu.errors import InputError
 from mgpu.run.record.record import Check, Record, Spent, State
 from mgpu.schedule.decide import HISTORY, SURE_S, Seen, advanced, by_hand, decide, events, telling, told, untold
 from mgpu.schedule.model import DueTime, IfMissed, IfRunning, Outcome, Schedule, parsed
@@ -440,3 +442,26 @@ def test_lengths_of_time(text: str, seconds: float):
 def test_what_is_no_length_of_time(text: str):
     with pytest.raises(ValueError, match="time"):
         seconds_of(text)
+
+
+def test_what_a_newer_mgpu_has_written_is_carried_through_by_a_pass():
+    """As of `if_missed`, which was new once: a pass of an older one made the schedule forget it."""
+    world = World(schedule())
+    kept = json.loads(world.schedule.to_json())
+    kept["if_tomorrow"] = {"what": "then"}
+    kept["history"] = [{"at": 1.0, "outcome": "succeeded", "decided_at": 1.0, "of_tomorrow": [1]}]
+    kept["history"][0]["checks"] = [{"metric": "m", "met": True, "said": "ok", "of_tomorrow": 2}]
+    found = parsed(json.dumps(kept).encode(), "nightly")
+    again = json.loads(replace(found, paused=True).to_json())
+    assert again["if_tomorrow"] == {"what": "then"}
+    assert again["history"][0]["of_tomorrow"] == [1]
+    assert again["history"][0]["checks"][0] == kept["history"][0]["checks"][0] | {
+        "value": None,
+        "median": None,
+        "runs": 0,
+    }
+    assert (again["version"], again["paused"], "newer" in again) == (1, True, False)
+    kept["history"][0]["outcome"] = "of tomorrow"
+    with pytest.raises(InputError, match="cannot be read") as error:
+        parsed(json.dumps(kept).encode(), "nightly")
+    assert "newer mgpu" in error.value.next_step

@@ -9,12 +9,13 @@ from calendar import timegm
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mgpu.backend import objects
 from mgpu.errors import OverLimit, StackError
 from mgpu.run.budget import account
 from mgpu.run.budget.account import Limits, Month, Usage
@@ -157,6 +158,18 @@ def test_a_place_is_let_go_at_the_end_whatever_ends_it():
     with account.place("run-2", lambda: 1.0):
         pass
     assert account.in_use(NOW).runs == ()
+
+
+def test_limits_of_a_newer_mgpu_and_what_it_has_claimed_are_carried_through():
+    """It is the newer one that holds them; they are not gone because an older one was asked for something."""
+    newer = {"version": 1, "usd_per_day": 7.0}
+    objects.change("limits.json", lambda _: newer)
+    account.change(runs=2)
+    assert objects.read("limits.json") == newer | asdict(Limits(runs=2))
+    objects.change("claims.json", lambda _: {"version": 1, "claims": {}, "of_tomorrow": [1]})
+    with account.place("run-1", lambda: 1.0):
+        pass
+    assert objects.read("claims.json") == {"version": 1, "claims": {}, "of_tomorrow": [1]}
 
 
 def test_what_a_resumed_run_has_spent_in_the_month_counts_for_its_place_and_once_for_its_budget():

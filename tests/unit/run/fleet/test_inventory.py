@@ -307,6 +307,24 @@ def test_it_is_asked_where_a_stack_has_machines_of_it(world, far):
     assert [(fleet.name, fleet.used_by) for fleet in inventory.survey().fleets] == [("theirs", "stack dev")]
 
 
+def test_it_is_asked_where_a_stacks_fleet_has_been_before(world, far):
+    """A create that was cut off may have left machines there: the guard remembers where it was."""
+    far.is_configured = False
+    far.rent("theirs")
+    guard = {
+        "type": tokens.FLEET_GUARD,
+        "inputs": {"fleet": "theirs", "provider": "local", "options": {}},
+        "outputs": {"earlier": [{"provider": "far", "options": {"account": "1"}}, "nonsense"]},
+    }
+    stack_file("mine", "dev").write_text(json.dumps({"checkpoint": {"latest": {"resources": [guard]}}}))
+    (fleet,) = inventory.survey().fleets
+    assert (fleet.provider, fleet.used_by) == ("far", "stack dev")
+    assert ("far", {}) in world.reached, "none of its settings says whose account it is"
+    assert "theirs" in CliRunner().invoke(cli, ["ls"], standalone_mode=False).stdout
+    far.capabilities = far.capabilities.model_copy(update={"account_options": frozenset({"account"})})
+    assert [each.options for each in inventory.survey().fleets] == [{"account": "1"}]
+
+
 def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far):
     far.capabilities = far.capabilities.model_copy(update={"account_options": frozenset({"account"})})
     far.rent("mine-run-1")

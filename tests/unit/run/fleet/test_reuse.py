@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mgpu_train.timeouts import Timeouts
 
+from mgpu.backend import objects
 from mgpu.context import Context
 from mgpu.events import ignore
 from mgpu.plan.model import Requirements
@@ -265,6 +266,14 @@ def test_of_many_at_once_one_run_is_put_on_a_fleet(fleets: list[Record]):
     assert (reuse.claimed_by(fleet, but=run), reuse.take(fleet, run)) == ("", "")
     reuse.let_go(run)
     assert (reuse.take(fleet, "mgpu-run-by-hand"), reuse.claimed_by(fleet)) == ("", "mgpu-run-by-hand")
+
+
+def test_what_a_newer_mgpu_has_written_beside_the_claims_is_carried_through(fleets: list[Record]):
+    objects.change(reuse._CLAIMS, lambda _: {"version": 1, "claims": {}, "of_tomorrow": [1]})
+    assert reuse.claim(fleets[0]) is not None
+    reuse.let_go(fleets[0].run_id)
+    assert reuse.take("a", "q-1") == ""
+    assert (objects.read(reuse._CLAIMS) or {})["of_tomorrow"] == [1]
 
 
 def test_the_stack_is_worked_on_as_the_run_that_has_kept_it_says(xdg, monkeypatch: pytest.MonkeyPatch):

@@ -46,6 +46,7 @@ from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attach, attempt_start, gc, supervise
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
+from mgpu.run.lifecycle import outcome as outcomes
 from mgpu.run.lifecycle.submit import submit
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
@@ -626,6 +627,17 @@ def test_a_run_that_is_resumed_with_another_store_forgets_the_checkpoints_of_the
     project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
     again = project.launch(f"checkpoint: {{to: 'file://{tmp_path}/other'}}\n", resume=record.load("last")).record
     assert (again.store, again.checkpoint_id) == (f"file://{tmp_path}/other", None)
+
+
+def test_one_submission_has_one_end_and_a_run_that_is_resumed_another(project):
+    """Also where it ends as before, without another attempt: somebody is told of each."""
+    project.world.hooks["up"] = StackError("the engine refuses")
+    first = project.launch().record
+    again = replace(first, ended_at=(first.ended_at or 0) + 60, reason="found by another machine", attempt=1)
+    assert outcomes.ended(again).identity() == outcomes.ended(first).identity()
+    resumed = project.launch(resume=first).record
+    assert (resumed.created_at, resumed.attempt, resumed.state) == (first.created_at, 0, first.state)
+    assert outcomes.ended(resumed).identity() != outcomes.ended(first).identity()
 
 
 def test_a_run_says_its_id_before_anything_else(project):

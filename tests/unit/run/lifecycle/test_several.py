@@ -15,11 +15,14 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
+from mgpu.events import Warned
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
+from mgpu.run.budget import account
 from mgpu.run.fleet import inventory
 from mgpu.run.job import on_sale
+from mgpu.run.job.on_sale import Priced
 from mgpu.run.lifecycle import attach, down, supervise
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.lifecycle.capacity_wait import paused
@@ -228,6 +231,57 @@ def test_a_supervisor_that_takes_over_asks_first_where_the_dead_one_was_asking(p
     assert (ups(world), outcome.record.asking) == (["slurm"], "")
 
 
+def test_a_supervisor_that_takes_over_asks_that_one_for_no_more_than_the_dead_one_has(project, clouds, world):
+    """Its dear machines come after the other one's."""
+    project.spec()
+    found, limit = world.record("run-1", candidates={"aws": {}, "slurm": {}}), Rank(True, 0, 2.0)
+    found.goes_to("aws", limit)
+    record.save(found)
+    Folder("run-1").make()
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    world.hooks["up at aws"] = NoOffer("what is left there is dearer than the other one's")
+    outcome = attach.attach(record.load("run-1"), project.context)
+    assert outcome is not None
+    assert (outcome.record.provider, ups(world)[:1]) == ("slurm", ["aws"])
+
+    del world.hooks["up at aws"]
+    again = world.record("run-2", candidates={"aws": {}, "slurm": {}})
+    again.goes_to("aws", limit)
+    record.save(again)
+    Folder("run-2").make()
+    Folder("run-2").run_file.write_text(world.run_file.read_text())
+    world.ranked_up_to.clear()
+    attach.attach(record.load("run-2"), project.context)
+    assert world.ranked_up_to == [limit]
+
+
+def test_a_supervisor_that_takes_over_in_a_move_goes_on_with_it(project, clouds, world, monkeypatch):
+    """The fleet's own provider is not asked for machines again before its turn: the fleet was given back."""
+    attempts = list[str]()
+
+    def train(node, job):
+        attempts.append(record.load("last").provider)
+        return world.succeed(node, job)
+
+    world.program = train
+    found = project.left_behind(state=State.REPAIRING, candidates={"aws": {}, "slurm": {}}, provider="aws")
+    old = clouds["aws"].rent("mine-run-1")
+    found.fleet = world.output(old, "aws").model_dump(mode="json")
+    found.recoveries, found.attempt = 1, 1
+    found.moves = True
+    found.goes_to("slurm", Rank(True, 0, 9.0))
+    record.save(found)
+    project.spec("recovery: {attempts: 3, wait_minutes: 1}\n")
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    outcome = attach.attach(record.load("run-1"), project.context)
+    assert outcome is not None
+    assert outcome.record.state is State.SUCCEEDED, outcome.error
+    assert (ups(world), attempts) == (["slurm"], ["slurm"])
+    assert world.ranked_up_to == [Rank(True, 0, 9.0)]
+    assert not outcome.record.moves
+    assert clouds["aws"].billed == set(), "what the dead one had not given back yet is"
+
+
 def test_what_is_wrong_with_one_of_them_is_no_end(project, clouds):
     project.world.hooks["up at aws"] = InputError("image: it needs another driver")
     outcome = project.launch()
@@ -244,14 +298,51 @@ def test_a_short_silence_of_all_is_waited_for(project, clouds):
     assert project.launch().record.provider == "aws"
 
 
-def test_a_limit_by_the_hour_counts_the_dearest_of_all_and_whoever_does_not_answer_is_waited_for(project, clouds):
+def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(project, clouds):
     spec = project.spec()
-    assert on_sale.dearest_usd_per_hour(spec) == 9.0
-    clouds["slurm"].refuses["offers"] = [Transient("no answer")]
-    with pytest.raises(Transient):
-        on_sale.dearest_usd_per_hour(spec)
+    assert on_sale.priced(spec) == Priced(9.0, ("aws", "slurm"), {})
+    clouds["slurm"].refuses["offers"] = [silence := Transient("no answer")]
+    assert on_sale.priced(spec) == Priced(9.0, ("aws",), {"slurm": silence})
     clouds["slurm"].refuses["offers"] = [AuthError("no credentials")]
-    assert on_sale.dearest_usd_per_hour(spec) == 9.0
+    assert on_sale.priced(spec) == Priced(9.0, ("aws", "slurm"), {})
+    clouds["slurm"].refuses["offers"] = [silence]
+    clouds["aws"].on_sale.clear()
+    with pytest.raises(Transient):
+        on_sale.priced(spec)
+
+
+def test_under_a_limit_whoever_does_not_say_what_it_costs_is_not_asked_for_machines(
+    project, clouds, world, monkeypatch
+):
+    """Nor when it answers again: no room was claimed for its dear machines."""
+    account.change(usd_per_hour=5.0)
+    silent, offers = iter([True]), clouds["aws"].offers
+
+    def on_sale_there(needed):
+        if next(silent, False):
+            raise Transient("no answer")
+        return offers(needed)
+
+    monkeypatch.setattr(clouds["aws"], "offers", on_sale_there)
+    world.hooks["up at slurm"] = SOLD_OUT
+    outcome = project.launch("recovery: {wait_minutes: 0}")
+    assert isinstance(outcome.error, NoCapacity)
+    assert {*ups(world)} == {"slurm"}
+    assert "aws does not say what it costs" in str(world.of(Warned))
+    del world.hooks["up at slurm"]
+    account.change(usd_per_hour=0.0)
+    assert project.launch().record.provider == "aws", "without a limit as ever"
+
+
+def test_a_queued_run_does_without_who_is_silent_when_it_begins(project, clouds, world):
+    account.change(usd_per_hour=5.0)
+    queued = runs.submitted(world.run_file, project.spec(), project.context)
+    assert [*queued.candidates] == ["aws", "slurm"]
+    clouds["aws"].refuses["offers"] = [Transient("no answer")]
+    outcome = attach.attach(queued, project.context)
+    assert outcome is not None
+    assert (outcome.record.state, outcome.record.provider, ups(world)) == (State.SUCCEEDED, "slurm", ["slurm"])
+    assert [*outcome.record.candidates] == ["slurm"]
 
 
 def test_any_that_is_one_alone_is_chosen_too(project, clouds, world, monkeypatch):

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from mgpu.errors import InputError, TakenOver
 from mgpu.run.record import record as records
-from mgpu.run.record.record import Interruption, Record, State
+from mgpu.run.record.record import Interruption, Record, Spent, State
 
 
 @pytest.fixture(autouse=True)
@@ -211,8 +211,17 @@ def test_a_folder_that_was_deleted_under_this_process_hinders_nothing(tmp_path, 
     assert make("a-1").file_argument == " /p/mgpu.yaml"
 
 
-def test_what_a_newer_mgpu_writes_costs_an_older_one_nothing():
+def test_what_a_newer_mgpu_writes_an_older_one_carries_through():
     lost = Interruption(1, "node 0 is gone", "provider", [0], 7, 1.0, 2.0)
-    whole = asdict(replace(make("a-1-bbbbb"), interruptions=[lost]))
-    whole["interruptions"][0]["of_tomorrow"] = whole["of_tomorrow"] = True
-    assert records.of_json(whole).interruptions == [lost]
+    run = make("a-1-bbbbb")
+    records.save(replace(run, interruptions=[lost], spending=[Spent(1, 2.0, 3.0)]))
+    path = records.Folder(run.run_id).record
+    whole = json.loads(path.read_text())
+    assert "newer" not in whole, "it has no key of its own"
+    for each in (whole, whole["interruptions"][0], whole["spending"][0]):
+        each["of_tomorrow"] = {"and": ["more"]}
+    path.write_text(json.dumps(whole))
+    again = records.load(run.run_id)
+    assert replace(again.interruptions[0], newer={}) == lost
+    records.save(again)
+    assert json.loads(path.read_text()) == whole | {"updated_at": again.updated_at}
