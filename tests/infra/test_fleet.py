@@ -851,6 +851,24 @@ def test_a_guard_stays_where_its_fleet_has_another_provider_and_looks_at_both_in
     assert asked == ["fake {'a': 'b'}", "other {}"]
 
 
+def test_a_guard_remembers_the_account_that_its_fleet_had_before(here, guard, fake, monkeypatch, tmp_path):
+    """Of settings that lead elsewhere; others are as they are now."""
+    fake.capabilities = fake.capabilities.model_copy(update={"account_options": frozenset({"account"})})
+    handler, asked = FleetGuardHandler(Timeouts()), list[dict[str, str]]()
+    call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
+    _, resource_id, state = guard
+    first = state | {"options": {"account": "1", "disk": "small"}}
+    same = handler.update(call, resource_id, first, state | {"options": {"account": "1", "disk": "large"}})
+    assert "earlier" not in same
+    other = handler.update(call, resource_id, same, state | {"options": {"account": "2"}})
+    monkeypatch.setattr("mgpu.iac.types.guard.registry.get", lambda _, options: asked.append(options))
+    monkeypatch.setattr("mgpu.iac.types.guard.sweep", lambda *_: None)
+    handler.delete(call, resource_id, other)
+    assert asked == [{"account": "2"}, {"account": "1", "disk": "large"}]
+    unknown = state | {"options": UNKNOWN}
+    assert handler.update(call, resource_id, first, unknown) == unknown, "in a preview"
+
+
 def test_machines_of_a_create_that_was_cut_off_are_what_the_plan_lacks(here, wire, fake, monkeypatch, tmp_path):
     """Its own gang has taken the last ones: they are ended, and asked for again."""
     inputs, whole = wire.inputs(here, WANTED), fake.offers

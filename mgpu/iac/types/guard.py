@@ -2,8 +2,8 @@
 
 A crash of the engine in the middle of a create leaves machines that state does not know, and `pulumi destroy` would go
 past them. The guard was in state before they could exist, so `destroy` comes to it, last, and it ends whatever the
-provider lists under the fleet's name. A fleet may go from one provider to another: the guard stays, and remembers where
-its machines may have been.
+provider lists under the fleet's name. A fleet may go from one provider, or account, to another: the guard stays, and
+remembers where its machines may have been.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mgpu.errors import MgpuError, TeardownIncomplete
 from mgpu.events import Warned
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
-from mgpu.iac.protocol.wire import UNKNOWN
+from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.iac.types import generations
 from mgpu.iac.types.sweep import sweep
 from mgpu.providers import registry
@@ -63,9 +63,12 @@ class FleetGuardHandler:
         return ReadResult(resource_id, inputs, old) if old else None
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
-        """Takes the inputs over; a provider that the fleet had before is looked at in the end all the same."""
-        known = [_seller(old), *old.get("earlier", ())]
-        earlier = [each for each in known if each["provider"] != new["provider"]]
+        """Takes the inputs over; a provider, or an account at one, that the fleet had before is looked at in the end,
+        too."""
+        if has_unknown(new):  # a preview
+            return new
+        known, now = [_seller(old), *old.get("earlier", ())], _account(_seller(new))
+        earlier = [each for each in known if _account(each) != now]
         return {**new, "earlier": earlier} if earlier else new
 
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
@@ -91,3 +94,13 @@ class FleetGuardHandler:
 
 def _seller(known: Properties) -> dict[str, Any]:
     return {"provider": known["provider"], "options": known.get("options") or {}}
+
+
+def _account(seller: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Whose machines they are: of the options those that say whose account it is, and where."""
+    name, options = seller["provider"], seller["options"]
+    try:
+        matter = registry.get(name, options).capabilities.account_options
+    except MgpuError:  # it is not installed any more
+        return name, options
+    return name, {key: value for key, value in options.items() if key in matter}
