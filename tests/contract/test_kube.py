@@ -120,9 +120,9 @@ def test_a_deadline_ends_a_pod_whose_last_words_are_kept(kube: Namespace):
 def test_a_node_whose_kubelet_is_dead_runs_on_whatever_the_api_says(kube: Namespace):
     cluster = kube.cluster
     for name in ("held", "failed"):
-        pod(kube, name, "sh", "-c", CAREFUL, nodeName="n2")
+        pod(kube, name, "sh", "-c", CAREFUL, nodeName="n2", grace=60)  # at load a second is too short to answer in
     cluster.kill_kubelet("n2")
-    until(lambda: not cluster.ready("n2"))
+    until(lambda: not cluster.ready("n2"), why=lambda: cluster.admin.get("/api/v1/nodes/n2"))
     assert phase(kube, "held") == "Running"
     kube.force_delete("held")
     assert gone(kube, "held")

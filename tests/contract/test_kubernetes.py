@@ -221,6 +221,7 @@ def test_a_quota_that_lets_no_pod_be_made_is_named(asked: Asked):
     until(lambda: len(waits()) == 1, why=lambda: asked.provider.describe(handle))
     (node,) = waits()
     assert (node.phase, node.queued) == (NodePhase.PENDING, True)
+    assert "no 2 such pods be at once" in node.cure, "nobody waits for hours"
     until(lambda: asked.provider.destroy(handle), why=lambda: asked.provider.describe(handle))
 
 
@@ -315,6 +316,7 @@ def test_check_says_what_is_allowed_with_the_least_role(asked: Asked):
     found = asked.provider.findings(asked.requirements(gpus_per_node=2), str)
     assert [each.status for each in found] == ["ok"] * len(found), found
     assert any("requests.nvidia.com/gpu: 0 of 8 used" in each.detail for each in found)
+    assert "its pods were not tried" in found[-1].detail
     asked.options |= {"queue": "nowhere"}
     missing = [each for each in asked.provider.findings(None, str) if each.status == "failed"]
     assert [each.subject for each in missing] == ["queue nowhere"]
@@ -344,6 +346,13 @@ def test_who_may_not_see_nodes_gets_what_is_asked_for(asked: Asked):
 def test_a_namespace_that_wants_pods_without_privileges_gets_such_and_a_pod_that_fails_says_why(asked: Asked):
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     asked.kube.api.patch(f"/api/v1/namespaces/{asked.kube.name}", {"metadata": {"labels": labels}})
+    request, offer, token = asked.request(nodes=1)
+    refused = asked.provider.create(request, offer, token[::-1])
+    until(lambda: asked.provider.describe(refused).nodes[0].cure, why=lambda: asked.provider.describe(refused))
+    node = asked.provider.describe(refused).nodes[0]
+    assert "violates PodSecurity" in node.reason
+    assert "run_as_user" in node.cure
+    until(lambda: asked.provider.destroy(refused), why=lambda: asked.provider.describe(refused))
     asked.options |= {"run_as_user": "65534"}
     handle = asked.provider.create(*asked.request(nodes=1))
     until(lambda: asked.phases(handle) == [NodePhase.TERMINATED], why=lambda: asked.provider.describe(handle))

@@ -68,6 +68,9 @@ class KubernetesOptions(ProviderOptions):
     run_as_user: int | None = Field(
         None, ge=1, description="user id that pods run as, without privileges (default: the image's user)"
     )
+    fs_group: int | None = Field(
+        None, ge=1, description="group id that volumes are given to, where their driver can (default: `run_as_user`)"
+    )
     volumes: dict[_Path, _Claim] = Field(
         {}, description="persistent volume claims by the path where pods see them, /data: corpus:ro (default: none)"
     )

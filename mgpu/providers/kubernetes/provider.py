@@ -66,7 +66,7 @@ class KubernetesProvider(Provider):
 
     def configured(self) -> bool:
         """kubectl is there, and has somewhere to go."""
-        named = self._options.kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
+        named = self._options.kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
         there = any(Path(each).expanduser().exists() for each in named.split(os.pathsep) if each)
         return shutil.which("kubectl") is not None and (there or in_cluster())
 
@@ -123,7 +123,7 @@ class KubernetesProvider(Provider):
     def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
         """The same; and where there is none, none comes: an empty Job has the name from now on."""
         place = self._place(intent.offer.region)
-        about = manifest.about(request, intent.token)
+        about = manifest.about(request, intent.offer, intent.token)
         try:
             place.cluster.post(place.jobs, manifest.stone(intent.token, about["labels"], about["annotations"]))
         except Exists:
@@ -135,7 +135,13 @@ class KubernetesProvider(Provider):
         is no more; one that was deleted by force, or whose node is silent, may go on working."""
         place = self._place(handle.region, handle.account)
         gang = self._gang(place, handle.token)
-        return FleetState(nodes=tuple(self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)))
+        nodes = [self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)]
+        up = sum(node.phase is NodePhase.RUNNING for node in nodes)
+        for node in nodes if up else ():  # that wait beside those that hold their GPUs
+            if node.queued:
+                said = {"reason": f"{up} of {len(nodes)} pods run; waiting for: {node.reason}"}
+                nodes[node.rank] = node.model_copy(update=said)
+        return FleetState(nodes=tuple(nodes))
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """All gangs of this owner in the namespace that have not ended. Pods of those that have are let go of."""
@@ -200,9 +206,13 @@ class KubernetesProvider(Provider):
     def _ended(self, place: offered.Place, pod: Pod) -> bool:
         """Whether nothing of the pod runs any more, by its node's word, or because its node is gone or its own clock
         has run out."""
-        if pod.ended or self._clock() > pod.latest_end:
+        if pod.ended or self._now(place) > pod.latest_end:
             return True
         return (pod.going or pod.failed) and place.node(pod.node) is None
+
+    def _now(self, place: offered.Place) -> float:
+        """UNIX seconds of the cluster's clock: pods' times are by it."""
+        return self._clock() - place.cluster.ahead_s
 
     def _require(self) -> None:
         if not self.configured():
@@ -256,10 +266,11 @@ class KubernetesProvider(Provider):
                 rank=rank, id=name, phase=phase, queued=phase is NodePhase.PENDING, reason=reason, cure=cure
             )
         ended = pod.ended or ((pod.going or pod.failed) and self._ended(place, pod))
-        phase, reason, cure = pod.phase(ended, gang.given_back, self._clock())
+        phase, reason, cure = pod.phase(ended, gang.given_back, self._now(place))
         if phase is NodePhase.TERMINATED and gang.replaced(pod):
             phase, reason = NodePhase.STOPPING, f"{reason}; another pod is in its place, which is given back, too"
-        told = self._reached(place, pod) if phase is NodePhase.RUNNING else {}
+        told, silent = self._reached(place, pod) if phase is NodePhase.RUNNING else ({}, "")
+        price = pod.price_usd_per_hour
         return NodeState(
             rank=rank,
             id=name,
@@ -271,24 +282,25 @@ class KubernetesProvider(Provider):
             host_key=told.get("host_key", ""),
             via=self._via(place, pod, told["port"]) if told else None,
             private_address=pod.address,
-            price_usd_per_hour=self._options.price_usd_per_hour,
+            price_usd_per_hour=self._options.price_usd_per_hour if price is None else price,
             hard_cap_at=pod.hard_cap_at,
-            reason=reason,
+            reason=reason or silent,
             cure=cure,
         )
 
-    def _reached(self, place: offered.Place, pod: Pod) -> Json:
-        """How the pod's SSH server is reached, as its log says; empty: it has not said so yet."""
+    def _reached(self, place: offered.Place, pod: Pod) -> tuple[Json, str]:
+        """How the pod's SSH server is reached, as its log says; or nothing, and why not yet."""
         if pod.uid not in self._told:
             try:
                 log = place.cluster.text(f"{place.pods}/{pod.name}/log", limitBytes="8192", container="node")
-            except (Missing, InvalidRequest, Transient):  # the container is being made; its node is silent
-                return {}
+            except (Missing, InvalidRequest, Transient) as error:  # the container is being made, or its node is silent
+                why = str(error) if isinstance(error, Missing) else error.why
+                return {}, f"Kubernetes: its log, which says how it is reached, cannot be read: {why}"
             told = next((line for line in log.splitlines() if line.startswith('{"mgpu"')), "")
             if not told:
-                return {}
+                return {}, "Kubernetes: its log does not say yet how it is reached"
             self._told[pod.uid] = json.loads(told)["mgpu"]
-        return self._told[pod.uid]
+        return self._told[pod.uid], ""
 
     def _via(self, place: offered.Place, pod: Pod, port: int) -> ProxyCommand:
         access = place.cluster.access
