@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from mgpu.errors import MgpuError, NoOffer
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import Finding, FleetRequest, Offers
-from mgpu.providers.kubernetes import manifest
+from mgpu.providers.kubernetes import manifest, node_pool
 from mgpu.providers.kubernetes.cluster import Exists, Json, Missing
 from mgpu.providers.kubernetes.offered import Place
 from mgpu.providers.kubernetes.options import KubernetesOptions
@@ -56,6 +56,9 @@ def look(
     try:
         place = where()
         found = [_server(place), *_direct(place), _rights(place), _nodes(place), *_quotas(place)]
+        if options.node_pool:
+            lacks = [each for each in node_pool.VERBS if not _may(place, each, node_pool.GROUP, node_pool.PLURAL)]
+            found.append(node_pool.finding(lacks))
         if options.queue:
             found.append(_queue(place, options.queue))
     except MgpuError as error:
@@ -164,6 +167,8 @@ def _request(
         if not fits:
             raise NoOffer("no node that you may use has such GPUs", "", "`mgpu offers` lists all.")
         job = manifest.job(_asked(needed, image), fits[0], "0" * 40, options)
+        if pool := options.node_pool:
+            node_pool.make(place, node_pool.pool(place, _asked(needed, image), fits[0], "0" * 40, pool), dry=True)
         place.cluster.post(place.jobs, job, dryRun="All")
         tried = _may(place, "create", "", "pods", "", place.namespace)
         if tried:

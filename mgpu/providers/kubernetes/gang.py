@@ -164,6 +164,13 @@ class Gang:
         return bool(self.pods) or not spec.get("suspend") or bool(status.get("active"))
 
     @property
+    def pooled(self) -> bool | None:
+        """Whether a node pool was made for it; None: nobody knows any more."""
+        if self.job is None or self.given_up:
+            return None
+        return manifest.TOKEN in self.job["spec"]["template"]["spec"].get("nodeSelector", {})
+
+    @property
     def deadline_s(self) -> float | None:
         """Seconds from its start to its end."""
         return self.job["spec"].get("activeDeadlineSeconds") if self.job else None

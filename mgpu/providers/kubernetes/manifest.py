@@ -152,12 +152,12 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
         "terminationGracePeriodSeconds": options.notice_s,
         "enableServiceLinks": False,
         "automountServiceAccountToken": options.service_account is not None,
-        "nodeSelector": options.node_selector,
+        "nodeSelector": options.node_selector | ({TOKEN: token} if options.node_pool else {}),
         "tolerations": [toleration(each) for each in options.tolerations],
         "containers": [container],
         "volumes": [{"name": volume, **source} for volume, (_, source, _) in volumes.items()],
     }
-    if offer.instance_type != ANY:
+    if offer.instance_type != ANY and not options.node_pool:
         values = [offer.instance_type]
         terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": values}]} for key in PRODUCTS]
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}

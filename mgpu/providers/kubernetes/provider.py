@@ -17,7 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import AuthError, Conflict, InvalidRequest, NoOffer, PermissionDenied, Transient
+from mgpu.errors import (
+    AmbiguousCreate,
+    AuthError,
+    Conflict,
+    InvalidRequest,
+    NoOffer,
+    PermissionDenied,
+    ProviderError,
+    RateLimited,
+    Transient,
+)
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     Finding,
@@ -31,7 +41,7 @@ from mgpu.providers.base import (
     Provider,
     ProxyCommand,
 )
-from mgpu.providers.kubernetes import manifest, offered
+from mgpu.providers.kubernetes import manifest, node_pool, offered
 from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Json, Missing, in_cluster
 from mgpu.providers.kubernetes.gang import Gang, Pod, stamp
 from mgpu.providers.kubernetes.options import ENTRY, KubernetesOptions
@@ -101,22 +111,38 @@ class KubernetesProvider(Provider):
         place = self._place(offer.region)
         if not request.image:
             raise InvalidRequest("kubernetes: no image is named", "Pods are containers of one.", "Name it: `image:`.")
-        wanted = manifest.job(request, offer, token, self._of(request.requirements))
+        options = self._of(request.requirements)
+        wanted = manifest.job(request, offer, token, options)
+        pool = options.node_pool
+        fresh = bool(pool) and node_pool.make(place, node_pool.pool(place, request, offer, token, pool))
         try:
-            made = place.cluster.post(place.jobs, wanted, makes=True)
+            made = self._made(place, wanted, token, manifest.digest(request, offer))
+        except (Transient, AmbiguousCreate, RateLimited):
+            raise
+        except ProviderError as error:
+            if fresh or (pool and not isinstance(error, Conflict)):  # else it may be of another's gang
+                node_pool.undo(place, token, error)
+            raise
+        return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
+
+    def _made(self, place: offered.Place, wanted: Json, token: str, digest: str) -> Json:
+        try:
+            return place.cluster.post(place.jobs, wanted, makes=True)
         except Exists:
             made = place.job(token)
             said = made["metadata"]["annotations"].get(manifest.DIGEST) if made else None
-            if made is None or said != manifest.digest(request, offer):
+            if made is None or said != digest:
                 what = f"kubernetes: token {token} was used with other parameters, or given up"
                 raise Conflict(what, scope="offer") from None
-        return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
+            return made
 
     def find(self, intent: Intent) -> Handle | None:
-        """The gang whose Job has this token as its name."""
+        """The gang whose Job, or whose node pool, has this token as its name."""
         place = self._place(intent.offer.region)
         made = place.job(intent.token)
         if made is None or manifest.DIGEST not in made["metadata"]["annotations"]:
+            made = node_pool.find(place, intent.token)
+        if made is None:
             return None
         return self._handle(place, intent.token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
 
@@ -127,8 +153,8 @@ class KubernetesProvider(Provider):
         try:
             place.cluster.post(place.jobs, manifest.stone(intent.token, about["labels"], about["annotations"]))
         except Exists:
-            return self.find(intent)
-        return None
+            pass
+        return self.find(intent)
 
     def describe(self, handle: Handle) -> FleetState:
         """The Job and its pods as the API has them. A pod is gone when its container is said to have ended, or its node
@@ -136,6 +162,8 @@ class KubernetesProvider(Provider):
         place = self._place(handle.region, handle.account)
         gang = self._gang(place, handle.token)
         nodes = [self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)]
+        if pool := self._pool(place, gang, handle.token):
+            nodes = [_in_pool(node, pool) for node in nodes]
         up = sum(node.phase is NodePhase.RUNNING for node in nodes)
         for node in nodes if up else ():  # that wait beside those that hold their GPUs
             if node.queued:
@@ -148,10 +176,11 @@ class KubernetesProvider(Provider):
         place, selector = self._place(), f"{manifest.OWNER}={manifest.labelled(owner)}"
         jobs = {_token(job): job for job in place.all(place.jobs, selector)}
         pods = place.all(place.pods, selector)
+        pools = {_token(pool): pool for pool in node_pool.owned(place, owner)}
         found = list[Handle]()
-        for token, one in sorted({**{_token(pod): pod for pod in pods}, **jobs}.items()):
+        for token, one in sorted({**pools, **{_token(pod): pod for pod in pods}, **jobs}.items()):
             gang = Gang(jobs.get(token), tuple(Pod(pod) for pod in pods if _token(pod) == token))
-            if gang.over and all(pod.ended for pod in gang.pods):
+            if gang.over and all(pod.ended for pod in gang.pods) and token not in pools:
                 for pod in gang.pods:
                     with suppress(Exists, PermissionDenied):  # who may only look leaves it
                         self._let_go(place, pod)
@@ -170,10 +199,12 @@ class KubernetesProvider(Provider):
                 self._end_job(place, handle.token, gang)
             for pod in gang.pods:
                 self._end_pod(place, pod)
+            if self._pool(place, gang, handle.token):
+                node_pool.delete(place, handle.token)
         except Exists:  # it was changed meanwhile
             return False
         left = self._gang(place, handle.token)
-        return left.over and not left.pods
+        return left.over and not left.pods and self._pool(place, left, handle.token) is None
 
     def _end_job(self, place: offered.Place, token: str, gang: Gang) -> None:
         about = gang.job["metadata"] if gang.job else {}
@@ -209,6 +240,9 @@ class KubernetesProvider(Provider):
         if pod.ended or self._now(place) > pod.latest_end:
             return True
         return (pod.going or pod.failed) and place.node(pod.node) is None
+
+    def _pool(self, place: offered.Place, gang: Gang, token: str) -> Json | None:
+        return None if gang.pooled is False else node_pool.find(place, token, known=bool(gang.pooled))
 
     def _now(self, place: offered.Place) -> float:
         """UNIX seconds of the cluster's clock: pods' times are by it."""
@@ -324,3 +358,13 @@ def _token(seen: Json) -> str:
 
 def _about(seen: Json) -> Json:
     return json.loads(seen["metadata"]["annotations"][manifest.ABOUT])
+
+
+def _in_pool(node: NodeState, pool: Json) -> NodeState:
+    """A node whose pod waits for its pool says why; one whose pod is gone stays until the pool is."""
+    if node.phase is NodePhase.TERMINATED:
+        why = f"{node.reason}; its node pool {pool['metadata']['name']} is there"
+        return node.model_copy(update={"phase": NodePhase.STOPPING, "reason": why})
+    if node.queued and not node.cure:
+        return node.model_copy(update={"reason": f"{node_pool.said(pool)}; {node.reason}"})
+    return node
