@@ -131,7 +131,7 @@ ENTRY = ProviderEntry(
         idempotent_create=True,
         repairs_single_nodes=False,
         boot_s=900,  # an image of 10 GB is pulled
-        end_s=120,
+        end_s=900,  # pods end in a minute; nodes that were made for them, after many
         notices="file",
         account_options=frozenset({"context", "kubeconfig", "namespace"}),
     ),
