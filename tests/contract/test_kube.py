@@ -47,7 +47,15 @@ def manifested(name: str, *command: str, grace: int = 1, **more: object) -> dict
 def pod(kube: Namespace, name: str, *command: str, **more: object) -> None:
     """Makes a pod, and waits until it runs and says so."""
     kube.api.post(kube.path("pods"), manifested(name, *command, **more))
-    until(lambda: phase(kube, name) == "Running" and "up" in kube.log(name), 60, lambda: kube.pod(name))
+    until(lambda: phase(kube, name) == "Running" and "up" in kube.log(name), 60, lambda: told(kube, name))
+
+
+def told(kube: Namespace, name: str) -> str:
+    """All that is known of a pod that does not begin."""
+    seen = kube.pod(name)
+    node = seen["spec"].get("nodeName", "n1")
+    said = (kube.cluster.log(f"kubelet-{node}"), str(kube.cluster.admin.get(f"/api/v1/nodes/{node}")["status"]))
+    return "\n".join([str(seen["status"]), *said])
 
 
 def phase(kube: Namespace, name: str) -> str:

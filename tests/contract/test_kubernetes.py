@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from fakes.kube.cluster import IMAGE, Namespace
+from fakes.kube.cluster import IMAGE, Namespace, _there
 from mgpu_train.agent.host.layout import LEASE
 from mgpu_train.agent.machine import procs
 from mgpu_train.timeouts import Timeouts
@@ -398,7 +398,7 @@ def test_a_node_pool_of_coreweaves_comes_with_a_gang_and_goes_with_it(asked: Ask
     """The test is the pool's controller: it gives it nodes, and holds it until they are gone."""
     api, nodes = asked.kube.api, asked.kube.cluster.nodes
     asked.kube.cluster.kubectl("apply", "-f", "-", given=NODE_POOLS)
-    until(lambda: not api.items(node_pool.PATH), why="the kind is not served")
+    until(lambda: _there(api, node_pool.PATH), why="the kind is not served")
     asked.kube.grant(yaml.safe_dump_all([*roles(asked.kube.name), node_pool.role()]))
     asked.options["node_pool"] = json.dumps({"instance_type": "gd-8xh100ib-i128", "compute_class": "spot"})
     found = asked.provider.findings(asked.requirements(market="spot"), str)
