@@ -209,10 +209,11 @@ class Gang:
 
     def _refused(self, said: str) -> str:
         """What would let the pods be made that the API server refuses, where no time does; empty: they may come."""
-        if "FailedCreate" not in said or re.search(_PASSES, said):
+        found = re.search(_QUOTA, said)
+        if "FailedCreate" not in said or re.search(_PASSES, said) or ("exceeded quota" in said and not found):
             return ""
-        if found := re.search(_QUOTA, said):
-            wanted, most = (dict(each.split("=", 1) for each in found[key].split(",")) for key in (2, 3))
+        if found:
+            wanted, most = (dict(re.findall(r"([^=,]+)=([^,]+)", found[key])) for key in (2, 3))
             pods = self.job["spec"]["completions"] if self.job else 0
             over = any(amount(wanted.get(each, 0)) * pods > amount(most[each]) for each in most)
             cure = f"Ask for less, or have quota {found[1]} raised: it lets no {pods} such pods be at once."

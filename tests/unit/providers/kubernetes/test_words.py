@@ -336,6 +336,8 @@ QUOTA = "exceeded quota: q, requested: pods=1,nvidia.com/gpu=8, used: pods=3,nvi
         (FORBIDDEN + QUOTA + "pods=40,nvidia.com/gpu=8", "no 2 such pods be at once"),
         # what others give back, or a controller that is not up yet, may let pods come
         (FORBIDDEN + QUOTA + "pods=4,nvidia.com/gpu=24", ""),
+        (FORBIDDEN + "exceeded quota: q, requested: pods=1", ""),  # an event's message is cut off
+        (FORBIDDEN + QUOTA + "pods=4,nvid", ""),
         (FORBIDDEN + "status unknown for quota: q, resources: pods", ""),
         (FORBIDDEN + 'error looking up service account n/default: serviceaccount "default" not found', ""),
         ('Kubernetes: FailedCreate: Error creating: Internal error: failed calling webhook "w": denied', ""),
