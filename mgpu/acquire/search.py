@@ -248,14 +248,14 @@ class Search:
         return True
 
     def _asked_of(self, state: FleetState) -> FleetState:
-        """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted."""
+        """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted; NoOffer where
+        its region will start none."""
         asked = tuple(node for node in state.nodes if node.rank in self.ranks)
-        lost = [node for node in asked if node.phase in GOING]
-        for node in lost:
+        for node in asked:
             if node.cure:
-                raise NoOffer(_why_it_ended(node), "", node.cure, scope="region")
-        if lost:
-            raise Lost("; ".join(map(_why_it_ended, lost)))
+                raise NoOffer(_why(node), "", node.cure, scope="region")
+        if lost := [node for node in asked if node.phase in GOING]:
+            raise Lost("; ".join(map(_why, lost)))
         if len(asked) < len(self.ranks):
             raise Lost(f"{len(asked)} of {len(self.ranks)} nodes were granted")
         return FleetState(nodes=asked)
@@ -362,5 +362,6 @@ class Search:
         return any(node.id and node.phase is not NodePhase.TERMINATED for node in state.nodes)
 
 
-def _why_it_ended(node: NodeState) -> str:
-    return f"node {node.rank} ({node.id}) ended while it started: {node.reason or 'no reason given'}"
+def _why(node: NodeState) -> str:
+    ended = "ended while it started" if node.phase in GOING else "cannot start"
+    return f"node {node.rank} ({node.id}) {ended}: {node.reason or 'no reason given'}"

@@ -47,7 +47,15 @@ def manifested(name: str, *command: str, grace: int = 1, **more: object) -> dict
 def pod(kube: Namespace, name: str, *command: str, **more: object) -> None:
     """Makes a pod, and waits until it runs and says so."""
     kube.api.post(kube.path("pods"), manifested(name, *command, **more))
-    until(lambda: phase(kube, name) == "Running" and "up" in kube.log(name), 60, lambda: kube.pod(name))
+    until(lambda: phase(kube, name) == "Running" and "up" in kube.log(name), 60, lambda: told(kube, name))
+
+
+def told(kube: Namespace, name: str) -> str:
+    """All that is known of a pod that does not begin."""
+    seen = kube.pod(name)
+    node = seen["spec"].get("nodeName", "n1")
+    said = (kube.cluster.log(f"kubelet-{node}"), str(kube.cluster.admin.get(f"/api/v1/nodes/{node}")["status"]))
+    return "\n".join([str(seen["status"]), *said])
 
 
 def phase(kube: Namespace, name: str) -> str:
@@ -120,9 +128,9 @@ def test_a_deadline_ends_a_pod_whose_last_words_are_kept(kube: Namespace):
 def test_a_node_whose_kubelet_is_dead_runs_on_whatever_the_api_says(kube: Namespace):
     cluster = kube.cluster
     for name in ("held", "failed"):
-        pod(kube, name, "sh", "-c", CAREFUL, nodeName="n2")
+        pod(kube, name, "sh", "-c", CAREFUL, nodeName="n2", grace=60)  # at load a second is too short to answer in
     cluster.kill_kubelet("n2")
-    until(lambda: not cluster.ready("n2"))
+    until(lambda: not cluster.ready("n2"), why=lambda: cluster.admin.get("/api/v1/nodes/n2"))
     assert phase(kube, "held") == "Running"
     kube.force_delete("held")
     assert gone(kube, "held")

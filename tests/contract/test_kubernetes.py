@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from fakes.kube.cluster import IMAGE, Namespace
+from fakes.kube.cluster import IMAGE, Namespace, _there
 from mgpu_train.agent.host.layout import LEASE
 from mgpu_train.agent.machine import procs
 from mgpu_train.timeouts import Timeouts
@@ -23,6 +24,7 @@ from waiting import until
 from mgpu.errors import AmbiguousCreate, Conflict, PermissionDenied, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import FleetRequest, Handle, Intent, NodePhase, NodeState, create_token
+from mgpu.providers.kubernetes import node_pool
 from mgpu.providers.kubernetes.cluster import Cluster, Json
 from mgpu.providers.kubernetes.findings import roles
 from mgpu.providers.kubernetes.provider import KubernetesProvider
@@ -221,6 +223,7 @@ def test_a_quota_that_lets_no_pod_be_made_is_named(asked: Asked):
     until(lambda: len(waits()) == 1, why=lambda: asked.provider.describe(handle))
     (node,) = waits()
     assert (node.phase, node.queued) == (NodePhase.PENDING, True)
+    assert "no 2 such pods be at once" in node.cure, "nobody waits for hours"
     until(lambda: asked.provider.destroy(handle), why=lambda: asked.provider.describe(handle))
 
 
@@ -315,6 +318,7 @@ def test_check_says_what_is_allowed_with_the_least_role(asked: Asked):
     found = asked.provider.findings(asked.requirements(gpus_per_node=2), str)
     assert [each.status for each in found] == ["ok"] * len(found), found
     assert any("requests.nvidia.com/gpu: 0 of 8 used" in each.detail for each in found)
+    assert "its pods were not tried" in found[-1].detail
     asked.options |= {"queue": "nowhere"}
     missing = [each for each in asked.provider.findings(None, str) if each.status == "failed"]
     assert [each.subject for each in missing] == ["queue nowhere"]
@@ -344,11 +348,100 @@ def test_who_may_not_see_nodes_gets_what_is_asked_for(asked: Asked):
 def test_a_namespace_that_wants_pods_without_privileges_gets_such_and_a_pod_that_fails_says_why(asked: Asked):
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     asked.kube.api.patch(f"/api/v1/namespaces/{asked.kube.name}", {"metadata": {"labels": labels}})
+    request, offer, token = asked.request(nodes=1)
+    refused = asked.provider.create(request, offer, token[::-1])
+    until(lambda: asked.provider.describe(refused).nodes[0].cure, why=lambda: asked.provider.describe(refused))
+    node = asked.provider.describe(refused).nodes[0]
+    assert "violates PodSecurity" in node.reason
+    assert "run_as_user" in node.cure
+    until(lambda: asked.provider.destroy(refused), why=lambda: asked.provider.describe(refused))
     asked.options |= {"run_as_user": "65534"}
     handle = asked.provider.create(*asked.request(nodes=1))
     until(lambda: asked.phases(handle) == [NodePhase.TERMINATED], why=lambda: asked.provider.describe(handle))
     assert "user nobody of the image has no shell" in asked.provider.describe(handle).nodes[0].reason
     until(lambda: asked.provider.destroy(handle), why=lambda: asked.provider.describe(handle))
+
+
+# names, types, the enumeration and what is required are those of docs.coreweave.com/products/cks/reference/node-pool
+NODE_POOLS = """
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: nodepools.compute.coreweave.com}
+spec:
+  group: compute.coreweave.com
+  scope: Cluster
+  names: {kind: NodePool, plural: nodepools, singular: nodepool, listKind: NodePoolList}
+  versions:
+    - name: v1alpha1
+      served: true
+      storage: true
+      schema:
+        openAPIV3Schema:
+          type: object
+          properties:
+            spec:
+              type: object
+              required: [instanceType]
+              properties:
+                computeClass: {type: string, enum: [default, spot]}
+                instanceType: {type: string}
+                autoscaling: {type: boolean}
+                minNodes: {type: integer}
+                maxNodes: {type: integer}
+                targetNodes: {type: integer}
+                nodeLabels: {type: object, additionalProperties: {type: string}}
+            status: {type: object, x-kubernetes-preserve-unknown-fields: true}
+"""
+
+
+def test_a_node_pool_of_coreweaves_comes_with_a_gang_and_goes_with_it(asked: Asked):
+    """The test is the pool's controller: it gives it nodes, and holds it until they are gone."""
+    api, nodes = asked.kube.api, asked.kube.cluster.nodes
+    asked.kube.cluster.kubectl("apply", "-f", "-", given=NODE_POOLS)
+    until(lambda: _there(api, node_pool.PATH), why="the kind is not served")
+    asked.kube.grant(yaml.safe_dump_all([*roles(asked.kube.name), node_pool.role()]))
+    asked.options["node_pool"] = json.dumps({"instance_type": "gd-8xh100ib-i128", "compute_class": "spot"})
+    found = asked.provider.findings(asked.requirements(market="spot"), str)
+    assert [each.status for each in found] == ["ok"] * len(found), found
+    assert api.items(node_pool.PATH) == []
+    request, offer, token = asked.request(market="spot")
+    handle = asked.provider.create(request, offer, token)
+    assert asked.provider.create(request, offer, token) == handle
+    path = f"{node_pool.PATH}/mgpu-{token}"
+    made = api.get(path)
+    about = {"instanceType": "gd-8xh100ib-i128", "computeClass": "spot", "nodeLabels": {"mgpu.dev/token": token}}
+    assert made["spec"] == {"targetNodes": 2, "minNodes": 0, "maxNodes": 2, "autoscaling": True, **about}
+    api.put(path, {**made, "metadata": {**made["metadata"], "finalizers": ["tests/nodes"]}})
+    until(lambda: "node pool" in asked.provider.describe(handle).nodes[0].reason)
+    assert all(node.queued for node in asked.provider.describe(handle).nodes), "no other node will do"
+    for node in nodes:
+        api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {"mgpu.dev/token": token}}})
+    asked.ready(handle)
+    until(lambda: not asked.provider.destroy(handle) and not asked.kube.pods())
+    assert not asked.provider.destroy(handle)
+    assert asked.phases(handle) == [NodePhase.STOPPING] * 2, "its nodes are there"
+    assert asked.provider.list_owned("o") == (handle.model_copy(update={"made_at": mock.ANY}),)
+    gone = api.get(path)
+    assert "deletionTimestamp" in gone["metadata"]
+    for node in nodes:
+        api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {"mgpu.dev/token": None}}})
+    api.put(path, {**gone, "metadata": {**gone["metadata"], "finalizers": []}})
+    assert asked.provider.destroy(handle)
+    assert asked.phases(handle) == [NodePhase.TERMINATED] * 2
+    assert asked.provider.list_owned("o") == ()
+
+
+def test_the_manifests_of_the_docs_are_what_an_api_server_takes(asked: Asked):
+    text = (Path(__file__).parents[2] / "docs/kubernetes.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (manifests,) = [each for each in blocks if each.startswith("apiVersion")]
+    kinds = [each["kind"] for each in yaml.safe_load_all(manifests)]
+    create = ("-n", asked.kube.name, "create", "--dry-run=server", "-f", "-")
+    told = asked.kube.cluster.kubectl(*create, given=manifests).splitlines()
+    assert len(told) == len(kinds) == 4, told
+    assert all("created (server dry run)" in line for line in told)
+    with pytest.raises(AssertionError, match=r"unknown field.*mostReplicas"):  # it looks at each field
+        asked.kube.cluster.kubectl(*create, given=manifests.replace("maxReplicas", "mostReplicas"))
 
 
 def test_what_others_have_in_the_namespace_is_not_ours(asked: Asked):

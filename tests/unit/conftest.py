@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from mgpu.cli import main
 from mgpu.cli.common import wiring
 from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
-from mgpu.events import Event
+from mgpu.events import Emit, Event, ignore
 from mgpu.iac.engine.project import project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import NodeOutput, StackOutput
@@ -329,6 +330,11 @@ class Stack:
         self._call("init")
         self.world.stacks.setdefault(self.name, None)
 
+    @contextmanager
+    def telling(self, hear: Emit) -> Iterator[None]:
+        self.world.heard = hear
+        yield
+
     def choose(self, provider: str) -> None:
         self.chosen = provider
 
@@ -388,6 +394,7 @@ class World:
     run_id: str = ""
     calls: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    heard: Emit = ignore  # by whoever brings a stack up
     hooks: dict[str, MgpuError | Callable[[], None]] = field(
         default_factory=dict
     )  # a call of the stack -> what happens

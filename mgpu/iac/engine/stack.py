@@ -22,7 +22,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location, settings
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
-from mgpu.events import Emit, Note
+from mgpu.events import Emit, Event, Note
 from mgpu.iac import environment, failures, tokens
 from mgpu.iac.engine import install, locks, operations, state_file
 from mgpu.iac.engine.event_log import Change, EngineLog
@@ -97,6 +97,21 @@ class Stack:
             self._make_way()
             whose = settings.secrets_provider()
             self._run("stack", "init", self.name, "--no-select", f"--secrets-provider={whose}")
+
+    @contextmanager
+    def telling(self, hear: Emit) -> Iterator[None]:
+        """While the block runs, `hear` gets all events, too."""
+        tell = self._emit
+
+        def both(event: Event) -> None:
+            tell(event)
+            hear(event)
+
+        self._emit = both
+        try:
+            yield
+        finally:
+            self._emit = tell
 
     def choose(self, provider: str) -> None:
         """Of several providers that the run file names, from here on the one whose machines the stack has."""

@@ -17,11 +17,16 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from mgpu.errors import (
     AmbiguousCreate,
@@ -37,9 +42,21 @@ from mgpu.errors import (
 Json = dict[str, Any]
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CALL_S, _START_S = 60.0, 30.0
-_HELD = 'dir=$1; shift; "$@" </dev/null & cat >/dev/null; kill $!; rm -rf "$dir"'  # until its input ends
-_LOGIN = r"[Uu]nauthorized|must be logged in|getting credentials"
+# kubectl until the input ends. The shell becomes it: no other process gets its number before its parent has let it go
+_HELD = """dir=$1; shift; exec 3<&0
+{ cat <&3; kill $$; rm -rf "$dir"; } >/dev/null 2>&1 &
+exec "$@" </dev/null 3<&-"""
+_LOGIN = r"[Uu]nauthorized|must be logged in"
+_HELPER = "getting credentials"  # kubectl's own words: the program that logs in has failed
+_NO_NETWORK = (
+    r"connect(ion)? (to|timed|refused|reset|aborted)|timed? ?out|name resolution|no such host|getaddrinfo|unreachable"
+    r"|EOF|TLS handshake|max retries|temporar"
+)
+_NO_LOGIN = r"log(ged)?[ -]?(in|on)|sso|expired|authenticat|invalid_grant|token|denied|not found|no such|credential"
+_PREFIX = "mgpu-kube-"
 _SOCKET_NAME = 80  # bytes of a folder's name that leave room for a socket's
+_SAID = 8  # lines of kubectl's that are kept
+_LOG_IN = "Log in as your cluster wants it, until `kubectl get pods` works."
 _CHECK = "`mgpu check kubernetes` says what is missing, with the least role that has it."
 
 
@@ -70,16 +87,32 @@ class Access:
     def place(self) -> tuple[str, str, str]:
         """The names of context and namespace that kubectl would use, and the API server's address: many a cluster's
         context is called `default`. Raises InvalidRequest."""
-        done = _run(self.kubectl("config", "view", "--minify", "--output=json"))
+        done = self._view()
         if done.returncode == 0:
             told = json.loads(done.stdout)
             context = (told.get("contexts") or [{}])[0].get("context", {})
-            server = (told.get("clusters") or [{}])[0].get("cluster", {}).get("server", "")
+            server = _server(told).get("server", "")
             return told.get("current-context", ""), context.get("namespace") or "default", server
         if not self.context and IN_CLUSTER.exists():
             return "", IN_CLUSTER.read_text().strip(), ""
         cure = "Name one in `kubernetes: {context: ...}`; `kubectl config get-contexts` lists them."
         raise InvalidRequest("kubernetes: kubectl has no such context", done.stderr.strip(), cure)
+
+    def http_proxy(self) -> str:
+        """Host and port of the HTTP proxy that kubectl's calls go through, as Go's client finds it; empty: none."""
+        done = self._view()
+        cluster = _server(json.loads(done.stdout)) if done.returncode == 0 else {}
+        server, given = urlsplit(cluster.get("server", "")), cluster.get("proxy-url", "")
+        if not given and not re.match(r"localhost|127\.|::1", server.hostname or "localhost"):
+            given = "" if proxy_bypass(server.netloc) else getproxies().get(server.scheme, "")
+        return urlsplit(given if "://" in given else f"//{given}").netloc.rpartition("@")[2]
+
+    def _view(self) -> subprocess.CompletedProcess[str]:
+        return _run(self.kubectl("config", "view", "--minify", "--output=json"))
+
+
+def _server(told: Json) -> Json:
+    return (told.get("clusters") or [{}])[0].get("cluster", {})
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
@@ -94,8 +127,10 @@ class _Proxy:
 
     def __init__(self, access: Access) -> None:
         access.kubectl()
-        short = len(tempfile.gettempdir()) < _SOCKET_NAME
-        self.folder = tempfile.mkdtemp(prefix="mgpu-kube-", dir=None if short else "/tmp")  # noqa: S108  a new one, 0700
+        place = tempfile.gettempdir()
+        place = place if len(place) < _SOCKET_NAME else "/tmp"  # noqa: S108  a new one, 0700
+        _sweep(Path(place))
+        self.folder = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
         self.path = str(Path(self.folder) / "api")
         argv = ["/bin/sh", "-c", _HELD, "sh", self.folder, *access.kubectl("proxy", f"--unix-socket={self.path}")]
         self._process = subprocess.Popen(
@@ -108,27 +143,45 @@ class _Proxy:
         )
         timer = threading.Timer(_START_S, self.close)
         timer.start()
-        said = list[str]()
+        self._said = deque[str](maxlen=_SAID)
         for line in self._process.stdout or ():  # "Starting to serve on ...", after what it warns of
-            said.append(line.strip())
+            self._said.append(line.strip())
             if line.startswith("Starting"):
                 break
         timer.cancel()
-        if not (said and said[-1].startswith("Starting")):
+        if not (self._said and self._said[-1].startswith("Starting")):
             self.close()
-            why = "\n".join(said[-8:])
-            raise InvalidRequest("kubernetes: kubectl proxy does not start", why, "Try `kubectl get pods`.")
+            raise InvalidRequest("kubernetes: kubectl proxy does not start", self.said(), "Try `kubectl get pods`.")
+        self._said.clear()
         # whoever writes to a pipe that is not read stops some day
         threading.Thread(target=self._drain, name="kubectl proxy", daemon=True).start()
 
     def _drain(self) -> None:
-        for _ in self._process.stdout or ():
-            pass
+        for line in self._process.stdout or ():
+            self._said.append(line.strip())
+
+    def said(self) -> str:
+        """Its last lines, and those of the program that logs it in."""
+        return "\n".join(tuple(self._said))
 
     def close(self) -> None:
         """Ends it; its folder goes."""
         if self._process.stdin and not self._process.stdin.closed:
             self._process.stdin.close()
+
+
+def _sweep(place: Path) -> None:
+    """Takes away the folders of kubectls that were killed with all that belongs to them."""
+    for left in place.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            about = left.lstat()
+            if about.st_uid == os.getuid() and time.time() - about.st_mtime > _START_S and not _answers(left / "api"):
+                shutil.rmtree(left)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(path)) == 0
 
 
 _proxies: dict[Access, _Proxy] = {}
@@ -175,6 +228,13 @@ def renew(access: Access) -> None:
             proxy.close()
 
 
+def said(access: Access) -> str:
+    """The last lines of the kubectl that carries the calls."""
+    with _lock:
+        proxy = _proxies.get(access)
+    return proxy.said() if proxy else ""
+
+
 class _Connection(http.client.HTTPConnection):
     def __init__(self, access: Access) -> None:
         super().__init__("localhost", timeout=_CALL_S)
@@ -189,6 +249,8 @@ class Cluster:
 
     def __init__(self, access: Access) -> None:
         self.access = access
+        self.ahead_s = 0.0
+        """Seconds that this machine's clock is ahead of the API server's, by its last answer."""
 
     def get(self, path: str, **query: str) -> Json:
         """An object, or a list. Raises Missing."""
@@ -239,15 +301,23 @@ class Cluster:
             raise lost(what, str(error) or type(error).__name__, "Ask again later.") from error
         finally:
             connection.close()
+        with suppress(TypeError, ValueError):  # it says no date, or none that is one
+            self.ahead_s = time.time() - parsedate_to_datetime(answer.headers["Date"]).timestamp()
         if answer.status < 300:
             return text
-        raise refused(what, answer.status, text, answer.headers.get("Retry-After"), lost)
+        raise refused(what, answer.status, text, answer.headers.get("Retry-After"), lost, lambda: said(self.access))
 
 
 def refused(
-    what: str, status: int, text: str, retry_after: str | None = None, lost: type[ProviderError] = Transient
+    what: str,
+    status: int,
+    text: str,
+    retry_after: str | None = None,
+    lost: type[ProviderError] = Transient,
+    said: Callable[[], str] = str,
 ) -> Exception:
-    """What an answer that is no success means: 4xx is the API server's word, all else may be a lost one."""
+    """What an answer that is no success means: 4xx is the API server's word, all else may be a lost one. `said`: what
+    kubectl wrote before it."""
     try:
         told = json.loads(text)
         why = str(told.get("message", text))
@@ -259,7 +329,7 @@ def refused(
         case 409:
             return Exists(why)
         case 401:
-            return AuthError(what, why, "Log in as your cluster wants it, until `kubectl get pods` works.")
+            return AuthError(what, why, _LOG_IN)
         case 403 if "exceeded quota" in why:
             return QuotaExceeded(what, why, "Ask for less, or have the namespace's quota raised.")
         case 403:
@@ -269,8 +339,14 @@ def refused(
             return RateLimited(what, why, "Wait.", retry_after=seconds)
         case _ if 400 <= status < 500:
             return InvalidRequest(what, why, _CHECK)
-        case _ if re.search(_LOGIN, why):  # kubectl's own word: it did not get as far as the API server
-            return AuthError(what, why, "Log in as your cluster wants it, until `kubectl get pods` works.")
+        case _ if _HELPER in why:  # it did not get as far as the API server
+            why = "\n".join(filter(None, (why, said())))
+            words = why.replace(_HELPER, "")
+            if re.search(_NO_LOGIN, words, re.IGNORECASE) and not re.search(_NO_NETWORK, words, re.IGNORECASE):
+                return AuthError(what, why, _LOG_IN)
+            return Transient(what, why, "Ask again later.")  # nothing was sent
+        case _ if re.search(_LOGIN, why):
+            return AuthError(what, why, _LOG_IN)
     return lost(what, why or f"status {status}", "Ask again later.")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from mgpu.errors import MgpuError, NoOffer
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import Finding, FleetRequest, Offers
-from mgpu.providers.kubernetes import manifest
+from mgpu.providers.kubernetes import manifest, node_pool
 from mgpu.providers.kubernetes.cluster import Exists, Json, Missing
 from mgpu.providers.kubernetes.offered import Place
 from mgpu.providers.kubernetes.options import KubernetesOptions
@@ -24,6 +27,8 @@ NEEDED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 # what a check tells besides
 _USEFUL = (("", "resourcequotas", "", ("list",)), ("kueue.x-k8s.io", "localqueues", "", ("get",)))
 _NODES = ("list", "get")  # of the cluster: what is on sale, and whether a node that is silent is gone
+_OLDEST = 29  # the version of Kubernetes 1 that has `podReplacementPolicy` switched on
+_CONNECT_S = 5.0
 _ANY_IMAGE = f"none@sha256:{'0' * 64}"
 
 
@@ -50,12 +55,10 @@ def look(
     """One line for each thing that renting needs."""
     try:
         place = where()
-        version = place.cluster.get("/version")["gitVersion"]
-        found = [
-            Finding(subject=f"kubernetes {place.region}", status="ok", detail=f"{version} answers"),
-            _rights(place),
-        ]
-        found += [_nodes(place), *_quotas(place)]
+        found = [_server(place), *_direct(place), _rights(place), _nodes(place), *_quotas(place)]
+        if options.node_pool:
+            lacks = [each for each in node_pool.VERBS if not _may(place, each, node_pool.GROUP, node_pool.PLURAL)]
+            found.append(node_pool.finding(lacks))
         if options.queue:
             found.append(_queue(place, options.queue))
     except MgpuError as error:
@@ -63,6 +66,30 @@ def look(
     if needed:
         found.append(_request(place, options, needed, offers))
     return tuple(found)
+
+
+def _server(place: Place) -> Finding:
+    told = place.cluster.get("/version")
+    found = re.match(r"v1\.(\d+)", told["gitVersion"])
+    if found and int(found[1]) < _OLDEST:
+        detail = f"{told['gitVersion']} answers: older than 1.{_OLDEST}, which mgpu is tried with"
+        cure = "Expect mistakes, or have the cluster upgraded."
+        return Finding(subject=f"kubernetes {place.region}", status="warning", detail=detail, cure=cure)
+    return Finding(subject=f"kubernetes {place.region}", status="ok", detail=f"{told['gitVersion']} answers")
+
+
+def _direct(place: Place) -> list[Finding]:
+    """What kubectl's calls go through and connections to pods do not, where this machine gets nowhere without it."""
+    proxy, server = place.cluster.access.http_proxy(), urlsplit(place.server)
+    if not proxy:
+        return []
+    try:
+        socket.create_connection((server.hostname or "", server.port or 443), _CONNECT_S).close()
+    except OSError as error:
+        detail = f"they do not go through HTTP proxy {proxy}, and {server.netloc} is not reached without it: {error}"
+        cure = "Start mgpu where it is reached directly (a login node, a pod of the cluster), or through a VPN."
+        return [Finding(subject="connections to pods", status="failed", detail=detail, cure=cure)]
+    return []
 
 
 def _may(place: Place, verb: str, group: str, resource: str, sub: str = "", namespace: str = "") -> bool:
@@ -133,15 +160,18 @@ def _request(
     place: Place, options: KubernetesOptions, needed: Requirements, offers: Callable[[Requirements], Offers]
 ) -> Finding:
     """What the API server says to the Job, and to one of its pods: quotas of pods hold only there."""
-    subject, image = "the request", _ANY_IMAGE
+    subject, image, tried = "the request", _ANY_IMAGE, True
     try:
         wanted = {gpu.casefold() for gpu in needed.gpu}
         fits = [each for each in offers(needed).offers if not wanted or (each.gpu or "").casefold() in wanted]
         if not fits:
             raise NoOffer("no node that you may use has such GPUs", "", "`mgpu offers` lists all.")
         job = manifest.job(_asked(needed, image), fits[0], "0" * 40, options)
+        if pool := options.node_pool:
+            node_pool.make(place, node_pool.pool(place, _asked(needed, image), fits[0], "0" * 40, pool), dry=True)
         place.cluster.post(place.jobs, job, dryRun="All")
-        if _may(place, "create", "", "pods", "", place.namespace):
+        tried = _may(place, "create", "", "pods", "", place.namespace)
+        if tried:
             template = job["spec"]["template"]
             meta = {**template["metadata"], "name": job["metadata"]["name"], "finalizers": []}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"]}
@@ -150,7 +180,9 @@ def _request(
         pass  # of this name, which no gang has
     except MgpuError as error:
         return Finding.of(subject, error)
-    return Finding(subject=subject, status="ok", detail="the API server would take it")
+    # a run needs no right to it: no warning
+    why = "the Job; its pods were not tried, as you may not create pods: limits and pod security a launch tells"
+    return Finding(subject=subject, status="ok", detail=f"the API server would take {'it' if tried else why}")
 
 
 def _asked(needed: Requirements, image: str) -> FleetRequest:

@@ -9,6 +9,7 @@ first frame of each holds the port's number (Kubernetes' `v4.channel.k8s.io`).
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -63,7 +64,7 @@ class PodStream:
         except BaseException:
             connection.close()
             raise
-        connection.setblocking(False)  # whoever waits does it by `select`
+        connection.setblocking(False)  # whoever waits does it by `poll`
 
     def _open(self, deadline: float) -> None:
         self._protocol.send_request(self._protocol.connect())
@@ -85,7 +86,7 @@ class PodStream:
                     raise ConnectionResetError(self._trouble)
                 return b""
             # not by the socket's own time-out, which a writer sets, too
-            if not select.select([self._socket], [], [], self._timeout)[0]:
+            if not _ready(select.POLLIN, self._socket, seconds=self._timeout):
                 raise TimeoutError
             self._receive()
         data = bytes(self._received[:nbytes])
@@ -118,7 +119,7 @@ class PodStream:
         self._socket.close()
 
     def fileno(self) -> int:
-        """For `select`; more may have been received than is to be read from it: see `pending`."""
+        """For `poll`; more may have been received than is to be read from it: see `pending`."""
         return self._socket.fileno()
 
     @property
@@ -131,7 +132,7 @@ class PodStream:
         until = None if self._timeout is None else time.monotonic() + self._timeout
         while self._unsent:
             left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([], [self._socket], [], left)[1]:
+            if not _ready(select.POLLOUT, self._socket, seconds=left):
                 raise TimeoutError
             try:
                 sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
@@ -179,6 +180,14 @@ class PodStream:
                 self._ended = True
 
 
+def _ready(event: int, *files: int | socket.socket | PodStream, seconds: float | None = None) -> list[int]:
+    """Descriptors, whatever their number, on which this has happened, or an end; none: not within so many seconds."""
+    poll = select.poll()
+    for each in files:
+        poll.register(each, event)
+    return [number for number, _ in poll.poll(None if seconds is None else math.ceil(seconds * 1000))]
+
+
 def main(argv: Sequence[str]) -> int:
     """Carries standard input and output until either ends; the exit code."""
     try:
@@ -187,8 +196,8 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)  # noqa: T201  ssh shows it
         return 1
     while True:
-        ready = [stream] if stream.pending else select.select([_STDIN, stream], [], [])[0]
-        if stream in ready:
+        ready = [stream.fileno()] if stream.pending else _ready(select.POLLIN, _STDIN, stream)
+        if stream.fileno() in ready:
             try:
                 data = stream.recv(_CHUNK)
             except (OSError, WebSocketException) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +12,28 @@ from datetime import datetime
 from mgpu.providers.base import NodePhase
 from mgpu.providers.kubernetes import manifest
 from mgpu.providers.kubernetes.cluster import Json
+from mgpu.providers.kubernetes.offered import amount
 
 Seen = tuple[NodePhase, str, str]  # a node's phase, why it is not running, and what would let it start
 _OVER = ("Failed", "FailureTarget", "Complete")  # conditions of a Job
 _SLACK_S = 30.0  # after a pod's time of grace, for its node's word
-# why a container that waits will wait for ever; all else may come by itself
-_NEVER = {
-    "ErrImagePull": "Push the image, or name the secret that pulls it: `kubernetes.image_pull_secret`.",
-    "ImagePullBackOff": "Push the image, or name the secret that pulls it: `kubernetes.image_pull_secret`.",
-    "InvalidImageName": "Name the image as repository@sha256:...",
-    "CreateContainerConfigError": "Mend what the message names, in `kubernetes:` of the run file.",
-}
+_PULLED = "Push the image, or name the secret that pulls it: `kubernetes.image_pull_secret`."
+_NAMED = "Mend what the message names, in `kubernetes:` of the run file."
+# the words of what waits for ever, and its cure; all else may come by itself
+_NEVER = (
+    (r"(ErrImagePull|ImagePullBackOff): .*(not found|unauthorized|denied|forbidden|manifest unknown)", _PULLED),
+    (r"InvalidImageName: ", "Name the image as repository@sha256:..."),
+    (r"CreateContainerConfigError: (?!.*timed out)", _NAMED),
+    (r"persistentvolumeclaim \S+ not found", "Make the claim, or name another one: `kubernetes.volumes`."),
+)
+# the same of pods that cannot be made; who asks again is refused again
+_REFUSED = (
+    (r"violates PodSecurity", "Pods without privileges: `kubernetes: {run_as_user: 10001}`, for the trainer's image."),
+    (r"must specify|(maximum|minimum) \S+ usage", "Say or change `kubernetes: {cpus_per_node: ..., memory_gib: ...}`."),
+    (r"is forbidden|is invalid|denied the request", f"{_NAMED} `mgpu check kubernetes` asks without making anything."),
+)
+_PASSES = r"status unknown for quota|not yet ready|serviceaccount .default. not found|calling webhook|timed? ?out"
+_QUOTA = r"exceeded quota: (\S+), requested: (\S+), used: \S+, limited: (\S+)"
 
 
 def stamp(text: str) -> float:
@@ -36,7 +48,9 @@ class Pod:
         about, self._spec, self._status = seen["metadata"], seen["spec"], seen.get("status", {})
         self.name, self.uid, self.made_at = about["name"], about["uid"], stamp(about["creationTimestamp"])
         self.rank = int(about["annotations"][manifest.INDEX])
-        self._ends_by: float = json.loads(about["annotations"][manifest.ABOUT])["ends_by"]
+        told = json.loads(about["annotations"][manifest.ABOUT])
+        self._ends_by: float = told["ends_by"]
+        self.price_usd_per_hour: float | None = told.get("price_usd_per_hour")  # an older version's had none
         self.version: str = about["resourceVersion"]
         self.finalizers: list[str] = about.get("finalizers", [])
         self.node: str = self._spec.get("nodeName", "")
@@ -117,11 +131,12 @@ class Pod:
         for each in self._containers:
             waiting = each.get("state", {}).get("waiting", {})
             if waiting.get("reason"):
-                reason = ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
-                return f"Kubernetes: {reason}", _NEVER.get(waiting["reason"], "")
+                reason = f"Kubernetes: {waiting['reason']}: {waiting.get('message', '')}"
+                return reason, _cure(reason, _NEVER)
         for each in self._status.get("conditions", []):
             if each["type"] == "PodScheduled" and each["status"] == "False":
-                return f"Kubernetes: {each.get('reason', '')}: {each.get('message', '')}", ""
+                reason = f"Kubernetes: {each.get('reason', '')}: {each.get('message', '')}"
+                return reason, _cure(reason, _NEVER)
         return "Kubernetes: its pod has not begun", ""
 
 
@@ -147,6 +162,13 @@ class Gang:
         """Whether it may have made pods: Kueue, or nobody, holds it back."""
         spec, status = (self.job["spec"], self.job.get("status", {})) if self.job else ({}, {})
         return bool(self.pods) or not spec.get("suspend") or bool(status.get("active"))
+
+    @property
+    def pooled(self) -> bool | None:
+        """Whether a node pool was made for it; None: nobody knows any more."""
+        if self.job is None or self.given_up:
+            return None
+        return manifest.TOKEN in self.job["spec"]["template"]["spec"].get("nodeSelector", {})
 
     @property
     def deadline_s(self) -> float | None:
@@ -181,8 +203,27 @@ class Gang:
         queue = self.job["metadata"]["labels"].get(manifest.QUEUE)
         if self.job["spec"].get("suspend"):
             return NodePhase.PENDING, f"Kueue: waits in queue {queue}" if queue else "its Job is suspended", ""
-        return NodePhase.PENDING, events() or "Kubernetes: its pod has not been made yet", ""
+        said = events()
+        cure = self._refused(said)
+        return NodePhase.PENDING, said or "Kubernetes: its pod has not been made yet", cure
+
+    def _refused(self, said: str) -> str:
+        """What would let the pods be made that the API server refuses, where no time does; empty: they may come."""
+        found = re.search(_QUOTA, said)
+        if "FailedCreate" not in said or re.search(_PASSES, said) or ("exceeded quota" in said and not found):
+            return ""
+        if found:
+            wanted, most = (dict(re.findall(r"([^=,]+)=([^,]+)", found[key])) for key in (2, 3))
+            pods = self.job["spec"]["completions"] if self.job else 0
+            over = any(amount(wanted.get(each, 0)) * pods > amount(most[each]) for each in most)
+            cure = f"Ask for less, or have quota {found[1]} raised: it lets no {pods} such pods be at once."
+            return cure if over else ""
+        return _cure(said, _REFUSED)
 
     def _condition(self, kind: str) -> Json | None:
         found = self.job.get("status", {}).get("conditions", []) if self.job else []
         return next((each for each in found if each["type"] == kind and each["status"] == "True"), None)
+
+
+def _cure(said: str, cures: tuple[tuple[str, str], ...]) -> str:
+    return next((cure for words, cure in cures if re.search(words, said)), "")

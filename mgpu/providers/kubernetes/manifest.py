@@ -67,11 +67,11 @@ def job(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpti
         "activeDeadlineSeconds": _until(request, request.hard_cap_s + options.queue_s()),
         "ttlSecondsAfterFinished": KEPT_S,
         "template": {
-            "metadata": _of_pods(about(request, token)),
+            "metadata": _of_pods(about(request, offer, token)),
             "spec": _pod(request, offer, token, options),
         },
     }
-    found = about(request, token)
+    found = about(request, offer, token)
     found["annotations"][DIGEST] = request.digest(offer)
     if options.queue:
         found["labels"][QUEUE] = options.queue
@@ -95,10 +95,11 @@ def stone(token: str, labels: Mapping[str, str], annotations: Mapping[str, str])
     }
 
 
-def about(request: FleetRequest, token: str) -> Json:
-    """What Job and pods carry: whose they are."""
+def about(request: FleetRequest, offer: Offer, token: str) -> Json:
+    """What Job and pods carry: whose they are, and what a pod's hour costs."""
     said = {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
     said |= {"nodes": request.requirements.nodes, "ends_by": request.ends_by}
+    said["price_usd_per_hour"] = offer.price_usd_per_hour  # whoever looks later may have no run file
     labels = {"app.kubernetes.io/managed-by": "mgpu", OWNER: labelled(request.owner), TOKEN: token}
     return {"labels": labels, "annotations": {ABOUT: json.dumps(said)}}
 
@@ -144,12 +145,12 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
         "terminationGracePeriodSeconds": options.notice_s,
         "enableServiceLinks": False,
         "automountServiceAccountToken": options.service_account is not None,
-        "nodeSelector": options.node_selector,
+        "nodeSelector": options.node_selector | ({TOKEN: token} if options.node_pool else {}),
         "tolerations": [toleration(each) for each in options.tolerations],
         "containers": [container],
         "volumes": [{"name": volume, **source} for volume, (_, source, _) in volumes.items()],
     }
-    if offer.instance_type != ANY:
+    if offer.instance_type != ANY and not options.node_pool:
         values = [offer.instance_type]
         terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": values}]} for key in PRODUCTS]
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -160,9 +161,11 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
         pod["serviceAccountName"] = options.service_account
     if options.image_pull_secret:
         pod["imagePullSecrets"] = [{"name": options.image_pull_secret}]
-    if options.run_as_user:
-        user = options.run_as_user
-        pod["securityContext"] = {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "runAsNonRoot": True}
+    if group := options.fs_group or options.run_as_user:
+        # of a large volume only its root is looked at: nobody walks through a data set at each start
+        pod["securityContext"] = {"fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
+    if user := options.run_as_user:
+        pod["securityContext"] |= {"runAsUser": user, "runAsGroup": user, "runAsNonRoot": True}
         pod["securityContext"]["seccompProfile"] = {"type": "RuntimeDefault"}
         container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return pod

@@ -122,6 +122,11 @@ def offers(place: Place, options: KubernetesOptions, needed: Requirements, now: 
         "region": place.region,
         "fetched_at": now,
     }
+    if options.node_pool:
+        common |= {"market": options.node_pool.market}
+        offer = Offer(instance_type=options.node_pool.instance_type, gpu=_asked(needed), vcpus=0, **common)
+        note = "nodes come when CoreWeave has them: which GPUs the instance type has is not looked up"
+        return Offers(offers=(offer,), source=source, notes=(note,))
     try:
         seen = place.cluster.get("/api/v1/nodes")["items"]
     except PermissionDenied:

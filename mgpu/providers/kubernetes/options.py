@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from mgpu_train.config import Text
 from pydantic import Field
 
-from mgpu.spec.block import File, MachineKeys, ProviderOptions
+from mgpu.spec.block import Block, File, MachineKeys, Market, ProviderOptions
 from mgpu.spec.provider import Capabilities, ProviderEntry
 from mgpu.spec.values import form
 
@@ -39,6 +39,18 @@ _Path = Annotated[str, form(r"^/[A-Za-z0-9._/+@=-]+$", "an absolute path, of let
 _Quantity = Annotated[str, form(r"^[0-9]+$", "a whole number")]
 
 
+class NodePool(Block):
+    """`kubernetes.node_pool`: nodes of CoreWeave's for this run alone."""
+
+    instance_type: Text = Field(description="instance type of CoreWeave's, gd-8xh100ib-i128")
+    compute_class: Literal["default", "spot"] = Field("default", description="default (on demand, reserved) or spot")
+
+    @property
+    def market(self) -> Market:
+        """How its nodes are bought, in mgpu's word."""
+        return "spot" if self.compute_class == "spot" else "on-demand"
+
+
 class KubernetesOptions(ProviderOptions):
     """`kubernetes:` settings of provider kubernetes."""
 
@@ -57,6 +69,10 @@ class KubernetesOptions(ProviderOptions):
         None, ge=1, description="shared memory of a pod, GiB (default: half of the node's memory)"
     )
     node_selector: dict[_Key, _Value] = Field({}, description="labels that nodes have (default: any node)")
+    node_pool: NodePool | None = Field(
+        None,
+        description="CoreWeave alone: nodes that are made for the run, and deleted after it (default: those there are)",
+    )
     tolerations: tuple[_Toleration, ...] = Field(
         (), description="taints that pods stand, as kubectl writes them: key=value:NoSchedule (default: none)"
     )
@@ -67,6 +83,9 @@ class KubernetesOptions(ProviderOptions):
     )
     run_as_user: int | None = Field(
         None, ge=1, description="user id that pods run as, without privileges (default: the image's user)"
+    )
+    fs_group: int | None = Field(
+        None, ge=1, description="group id that volumes are given to, where their driver can (default: `run_as_user`)"
     )
     volumes: dict[_Path, _Claim] = Field(
         {}, description="persistent volume claims by the path where pods see them, /data: corpus:ro (default: none)"
@@ -82,9 +101,11 @@ class KubernetesOptions(ProviderOptions):
     price_usd_per_hour: float = Field(0, ge=0, description="what a pod's hour costs you")
 
     def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
-        """GPUs are counted by `gpus_per_node` alone."""
+        """GPUs are counted by `gpus_per_node` alone, and a node pool is of one market."""
         if self.gpu_resource in self.resources:
             yield "gpus_per_node", f"says how many of {self.gpu_resource} there are, not `kubernetes.resources`"
+        if self.node_pool and machines.market not in (self.node_pool.market, "spot-then-on-demand"):
+            yield "market", f"is {self.node_pool.market} with `kubernetes.node_pool` of this `compute_class`"
 
     def in_folder(self, folder: Path) -> Self:
         """With the kubeconfig's own path."""
@@ -110,7 +131,7 @@ ENTRY = ProviderEntry(
         idempotent_create=True,
         repairs_single_nodes=False,
         boot_s=900,  # an image of 10 GB is pulled
-        end_s=120,
+        end_s=900,  # pods end in a minute; nodes that were made for them, after many
         notices="file",
         account_options=frozenset({"context", "kubeconfig", "namespace"}),
     ),

@@ -17,7 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import AuthError, Conflict, InvalidRequest, NoOffer, PermissionDenied, Transient
+from mgpu.errors import (
+    AmbiguousCreate,
+    AuthError,
+    Conflict,
+    InvalidRequest,
+    NoOffer,
+    PermissionDenied,
+    ProviderError,
+    RateLimited,
+    Transient,
+)
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     Finding,
@@ -31,7 +41,7 @@ from mgpu.providers.base import (
     Provider,
     ProxyCommand,
 )
-from mgpu.providers.kubernetes import manifest, offered
+from mgpu.providers.kubernetes import manifest, node_pool, offered
 from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Json, Missing, in_cluster
 from mgpu.providers.kubernetes.gang import Gang, Pod, stamp
 from mgpu.providers.kubernetes.options import ENTRY, KubernetesOptions
@@ -66,7 +76,7 @@ class KubernetesProvider(Provider):
 
     def configured(self) -> bool:
         """kubectl is there, and has somewhere to go."""
-        named = self._options.kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
+        named = self._options.kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
         there = any(Path(each).expanduser().exists() for each in named.split(os.pathsep) if each)
         return shutil.which("kubectl") is not None and (there or in_cluster())
 
@@ -101,51 +111,76 @@ class KubernetesProvider(Provider):
         place = self._place(offer.region)
         if not request.image:
             raise InvalidRequest("kubernetes: no image is named", "Pods are containers of one.", "Name it: `image:`.")
-        wanted = manifest.job(request, offer, token, self._of(request.requirements))
+        options = self._of(request.requirements)
+        wanted = manifest.job(request, offer, token, options)
+        pool = options.node_pool
+        fresh = bool(pool) and node_pool.make(place, node_pool.pool(place, request, offer, token, pool))
         try:
-            made = place.cluster.post(place.jobs, wanted, makes=True)
+            made = self._made(place, wanted, token, request.digest(offer))
+        except (Transient, AmbiguousCreate, RateLimited):
+            raise
+        except ProviderError as error:
+            if fresh or (pool and not isinstance(error, Conflict)):  # else it may be of another's gang
+                node_pool.undo(place, token, error)
+            raise
+        return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
+
+    def _made(self, place: offered.Place, wanted: Json, token: str, digest: str) -> Json:
+        try:
+            return place.cluster.post(place.jobs, wanted, makes=True)
         except Exists:
             made = place.job(token)
             said = made["metadata"]["annotations"].get(manifest.DIGEST) if made else None
-            if made is None or said != request.digest(offer):
+            if made is None or said != digest:
                 what = f"kubernetes: token {token} was used with other parameters, or given up"
                 raise Conflict(what, scope="offer") from None
-        return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
+            return made
 
     def find(self, intent: Intent) -> Handle | None:
-        """The gang whose Job has this token as its name."""
+        """The gang whose Job, or whose node pool, has this token as its name."""
         place = self._place(intent.offer.region)
         made = place.job(intent.token)
         if made is None or manifest.DIGEST not in made["metadata"]["annotations"]:
+            made = node_pool.find(place, intent.token)
+        if made is None:
             return None
         return self._handle(place, intent.token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
 
     def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
         """The same; and where there is none, none comes: an empty Job has the name from now on."""
         place = self._place(intent.offer.region)
-        about = manifest.about(request, intent.token)
+        about = manifest.about(request, intent.offer, intent.token)
         try:
             place.cluster.post(place.jobs, manifest.stone(intent.token, about["labels"], about["annotations"]))
         except Exists:
-            return self.find(intent)
-        return None
+            pass
+        return self.find(intent)
 
     def describe(self, handle: Handle) -> FleetState:
         """The Job and its pods as the API has them. A pod is gone when its container is said to have ended, or its node
         is no more; one that was deleted by force, or whose node is silent, may go on working."""
         place = self._place(handle.region, handle.account)
         gang = self._gang(place, handle.token)
-        return FleetState(nodes=tuple(self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)))
+        nodes = [self._node(place, gang, rank, name) for rank, name in enumerate(handle.ids)]
+        if pool := self._pool(place, gang, handle.token):
+            nodes = [_in_pool(node, pool) for node in nodes]
+        up = sum(node.phase is NodePhase.RUNNING for node in nodes)
+        for node in nodes if up else ():  # that wait beside those that hold their GPUs
+            if node.queued:
+                said = {"reason": f"{up} of {len(nodes)} pods run; waiting for: {node.reason}"}
+                nodes[node.rank] = node.model_copy(update=said)
+        return FleetState(nodes=tuple(nodes))
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """All gangs of this owner in the namespace that have not ended. Pods of those that have are let go of."""
         place, selector = self._place(), f"{manifest.OWNER}={manifest.labelled(owner)}"
         jobs = {_token(job): job for job in place.all(place.jobs, selector)}
         pods = place.all(place.pods, selector)
+        pools = {_token(pool): pool for pool in node_pool.owned(place, owner)}
         found = list[Handle]()
-        for token, one in sorted({**{_token(pod): pod for pod in pods}, **jobs}.items()):
+        for token, one in sorted({**pools, **{_token(pod): pod for pod in pods}, **jobs}.items()):
             gang = Gang(jobs.get(token), tuple(Pod(pod) for pod in pods if _token(pod) == token))
-            if gang.over and all(pod.ended for pod in gang.pods):
+            if gang.over and all(pod.ended for pod in gang.pods) and token not in pools:
                 for pod in gang.pods:
                     with suppress(Exists, PermissionDenied):  # who may only look leaves it
                         self._let_go(place, pod)
@@ -164,10 +199,12 @@ class KubernetesProvider(Provider):
                 self._end_job(place, handle.token, gang)
             for pod in gang.pods:
                 self._end_pod(place, pod)
+            if self._pool(place, gang, handle.token):
+                node_pool.delete(place, handle.token)
         except Exists:  # it was changed meanwhile
             return False
         left = self._gang(place, handle.token)
-        return left.over and not left.pods
+        return left.over and not left.pods and self._pool(place, left, handle.token) is None
 
     def _end_job(self, place: offered.Place, token: str, gang: Gang) -> None:
         about = gang.job["metadata"] if gang.job else {}
@@ -200,9 +237,16 @@ class KubernetesProvider(Provider):
     def _ended(self, place: offered.Place, pod: Pod) -> bool:
         """Whether nothing of the pod runs any more, by its node's word, or because its node is gone or its own clock
         has run out."""
-        if pod.ended or self._clock() > pod.latest_end:
+        if pod.ended or self._now(place) > pod.latest_end:
             return True
         return (pod.going or pod.failed) and place.node(pod.node) is None
+
+    def _pool(self, place: offered.Place, gang: Gang, token: str) -> Json | None:
+        return None if gang.pooled is False else node_pool.find(place, token, known=bool(gang.pooled))
+
+    def _now(self, place: offered.Place) -> float:
+        """UNIX seconds of the cluster's clock: pods' times are by it."""
+        return self._clock() - place.cluster.ahead_s
 
     def _require(self) -> None:
         if not self.configured():
@@ -256,10 +300,11 @@ class KubernetesProvider(Provider):
                 rank=rank, id=name, phase=phase, queued=phase is NodePhase.PENDING, reason=reason, cure=cure
             )
         ended = pod.ended or ((pod.going or pod.failed) and self._ended(place, pod))
-        phase, reason, cure = pod.phase(ended, gang.given_back, self._clock())
+        phase, reason, cure = pod.phase(ended, gang.given_back, self._now(place))
         if phase is NodePhase.TERMINATED and gang.replaced(pod):
             phase, reason = NodePhase.STOPPING, f"{reason}; another pod is in its place, which is given back, too"
-        told = self._reached(place, pod) if phase is NodePhase.RUNNING else {}
+        told, silent = self._reached(place, pod) if phase is NodePhase.RUNNING else ({}, "")
+        price = pod.price_usd_per_hour
         return NodeState(
             rank=rank,
             id=name,
@@ -271,24 +316,25 @@ class KubernetesProvider(Provider):
             host_key=told.get("host_key", ""),
             via=self._via(place, pod, told["port"]) if told else None,
             private_address=pod.address,
-            price_usd_per_hour=self._options.price_usd_per_hour,
+            price_usd_per_hour=self._options.price_usd_per_hour if price is None else price,
             hard_cap_at=pod.hard_cap_at,
-            reason=reason,
+            reason=reason or silent,
             cure=cure,
         )
 
-    def _reached(self, place: offered.Place, pod: Pod) -> Json:
-        """How the pod's SSH server is reached, as its log says; empty: it has not said so yet."""
+    def _reached(self, place: offered.Place, pod: Pod) -> tuple[Json, str]:
+        """How the pod's SSH server is reached, as its log says; or nothing, and why not yet."""
         if pod.uid not in self._told:
             try:
                 log = place.cluster.text(f"{place.pods}/{pod.name}/log", limitBytes="8192", container="node")
-            except (Missing, InvalidRequest, Transient):  # the container is being made; its node is silent
-                return {}
+            except (Missing, InvalidRequest, Transient) as error:  # the container is being made, or its node is silent
+                why = str(error) if isinstance(error, Missing) else error.why
+                return {}, f"Kubernetes: its log, which says how it is reached, cannot be read: {why}"
             told = next((line for line in log.splitlines() if line.startswith('{"mgpu"')), "")
             if not told:
-                return {}
+                return {}, "Kubernetes: its log does not say yet how it is reached"
             self._told[pod.uid] = json.loads(told)["mgpu"]
-        return self._told[pod.uid]
+        return self._told[pod.uid], ""
 
     def _via(self, place: offered.Place, pod: Pod, port: int) -> ProxyCommand:
         access = place.cluster.access
@@ -312,3 +358,13 @@ def _token(seen: Json) -> str:
 
 def _about(seen: Json) -> Json:
     return json.loads(seen["metadata"]["annotations"][manifest.ABOUT])
+
+
+def _in_pool(node: NodeState, pool: Json) -> NodeState:
+    """A node whose pod waits for its pool says why; one whose pod is gone stays until the pool is."""
+    if node.phase is NodePhase.TERMINATED:
+        why = f"{node.reason}; its node pool {pool['metadata']['name']} is there"
+        return node.model_copy(update={"phase": NodePhase.STOPPING, "reason": why})
+    if node.queued and not node.cure:
+        return node.model_copy(update={"reason": f"{node_pool.said(pool)}; {node.reason}"})
+    return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,9 +27,10 @@ from mgpu.errors import (
     QuotaExceeded,
     StackError,
     Stopped,
+    TakenOver,
     TeardownIncomplete,
 )
-from mgpu.events import Note, Warned
+from mgpu.events import Event, Note, Warned
 from mgpu.iac.engine.project import program, project_name, settle
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import RUNS_PROJECT
@@ -208,7 +210,11 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
         most_usd = min(filter(None, (left_usd, month_usd)), default=0.0)
-        stack.up(session.record.hard_cap_at, session.record.image or "", most_usd, up_to or ())
+        try:
+            with stack.telling(partial(_remember, session)):
+                stack.up(session.record.hard_cap_at, session.record.image or "", most_usd, up_to or ())
+        finally:
+            session.record.reason = ""
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(
@@ -227,6 +233,14 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()
     return fleet
+
+
+def _remember(session: Session, event: Event) -> None:
+    """What the run waits for, as the engine says it: `mgpu status` reads it."""
+    if isinstance(event, Note) and session.record.reason != event.text:
+        session.record.reason = event.text
+        with suppress(TakenOver):  # `undoing` sees it, too, and undoes what was begun
+            session.save(soon=True)
 
 
 def _require_time(record: Record) -> None:

@@ -70,6 +70,7 @@ class Double:
     ready_after_s: float = 3.0
     queued_for_s: float = 0.0  # before that it waits in a queue
     queue_limit_s: float = 0.0
+    queue_cure: str = ""  # what would let them start that wait in it for ever
     looks: int = 0
     slowest_s: float = 0.0  # what it says of how long machines take to boot
     ending_s: float = 0.0  # from "asked to end" to gone: billed no more, and not gone
@@ -164,7 +165,8 @@ class Double:
             return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED)
         age_s = self.clock.now - machine.born - self.queued_for_s
         if machine.phase is None and age_s < 0:
-            return NodeState(rank=rank, id=name, phase=NodePhase.PENDING, queued=True, reason="Priority")
+            told = {"reason": "Priority", "cure": self.queue_cure}
+            return NodeState(rank=rank, id=name, phase=NodePhase.PENDING, queued=True, **told)
         up = age_s >= self.ready_after_s
         phase = machine.phase or (NodePhase.RUNNING if up else NodePhase.PENDING)
         why = "" if up else "it still boots"
@@ -381,6 +383,16 @@ def test_a_region_without_what_machines_stand_on_is_left_for_the_next_one(bench:
     made = bench.acquire(offer(), offer(market="on-demand"), offer("g5.small", region="r2"))
     assert made.offer.region == "r2"
     assert len(bench.double.created) == 2
+
+
+def test_what_can_never_start_is_not_waited_for_and_another_region_is_asked(bench: Bench):
+    bench.double.queued_for_s = bench.double.queue_limit_s = 3600.0
+    bench.double.queue_cure = "Mend it."
+    with pytest.raises(NoOffer, match=r"cannot start: Priority[^$]*Mend it") as caught:
+        bench.acquire(offer(), offer(region="r2"))
+    assert bench.clock.now < 60, "no hour of the queue"
+    assert caught.value.why.count("cannot start") == 2
+    assert bench.double.billed == []
 
 
 def test_every_cure_is_named_once(bench: Bench):

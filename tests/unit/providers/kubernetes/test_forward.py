@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import threading
 import time
@@ -77,6 +79,26 @@ def test_bytes_arrive_as_they_were_sent_both_ways(tmp_path: Path):
             stream.recv(1)
         stream.close()
     assert asked == ["/api/v1/namespaces/n/pods/p/portforward?ports=2222"]
+
+
+def test_a_process_may_have_more_files_open_than_select_can_count(tmp_path: Path):
+    def echo(there: ServerConnection) -> None:
+        greet(there)
+        for frame in there:
+            there.send(frame)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    try:
+        with serving(tmp_path, echo) as connection:
+            high = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 1500)
+            stream = opened(socket.socket(fileno=high))
+            stream.settimeout(10)
+            stream.send(b"there")
+            assert stream.recv(99) == b"there"
+            stream.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_peer_that_takes_nothing_times_a_sender_out_and_what_it_took_is_whole(tmp_path: Path):

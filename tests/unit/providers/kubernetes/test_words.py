@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from datetime import UTC, datetime
 from typing import Any
 
 import kubernetes_validate
 import pytest
+from fakes.kube.scripted import IMAGE, NOW, TOKEN, asked, stamp
 
 from mgpu.errors import (
     AmbiguousCreate,
@@ -21,8 +21,8 @@ from mgpu.errors import (
     SpecError,
     Transient,
 )
-from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import FleetRequest, Handle, NodePhase
+from mgpu.plan.model import Requirements
+from mgpu.providers.base import Handle, NodePhase
 from mgpu.providers.kubernetes import manifest, offered
 from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Missing, refused
 from mgpu.providers.kubernetes.findings import roles
@@ -31,10 +31,6 @@ from mgpu.providers.kubernetes.options import KubernetesOptions
 from mgpu.providers.kubernetes.provider import KubernetesProvider
 from mgpu.spec.load import loads
 
-TOKEN = "f0" * 20
-NOW = 1_795_000_000.0
-STAMP = datetime.fromtimestamp(NOW, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-IMAGE = f"r.test/t@sha256:{'0' * 64}"
 RUN_FILE = """
 name: a
 provider: kubernetes
@@ -43,22 +39,6 @@ max_price_usd_per_hour: 1
 command: [train.py]
 checkpoint: none
 """
-
-
-def asked(product: str = manifest.ANY, **more: Any) -> tuple[FleetRequest, Offer]:
-    needed = Requirements.model_validate(
-        {"provider": "kubernetes", "nodes": 3, "gpus_per_node": 8, "max_price_usd_per_hour": 9, "max_hours": 1}
-    )
-    about = {
-        "fleet": "f",
-        "generation": 1,
-        "owner": "someone@example.org (laptop)",
-        "ssh_public_key": "ssh-ed25519 AAAA",
-    }
-    times = {"lease_s": 300, "hard_cap_s": 600, **more}
-    offer = {"market": "on-demand", "price_usd_per_hour": 0, "region": "c/n", "fetched_at": 0}
-    request = FleetRequest.model_validate({**about, **times, "requirements": needed, "image": IMAGE})
-    return request, Offer.model_validate({"provider": "kubernetes", "instance_type": product, "gpus": 8, **offer})
 
 
 def pod_of(options: KubernetesOptions, product: str = manifest.ANY) -> dict[str, Any]:
@@ -131,6 +111,15 @@ def test_a_pod_gets_no_more_than_it_needs_by_itself():
     assert [term["matchExpressions"][0]["values"] for term in terms] == [["B300"]] * len(manifest.PRODUCTS)
 
 
+def test_volumes_are_given_to_a_group_whoever_the_images_user_is():
+    assert "securityContext" not in pod_of(KubernetesOptions())
+    ours = {"fsGroup": 7, "fsGroupChangePolicy": "OnRootMismatch"}
+    assert pod_of(KubernetesOptions(fs_group=7))["securityContext"] == ours
+    both = pod_of(KubernetesOptions(fs_group=7, run_as_user=10001))["securityContext"]
+    assert (both["fsGroup"], both["runAsUser"], both["runAsGroup"]) == (7, 10001, 10001)
+    assert pod_of(KubernetesOptions(run_as_user=10001))["securityContext"]["fsGroup"] == 10001
+
+
 def test_a_pods_own_clock_is_the_hard_cap_and_the_jobs_has_room_for_the_queue():
     spec = manifest.job(*asked(), TOKEN, KubernetesOptions(queue_hours=2))["spec"]
     assert spec["template"]["spec"]["activeDeadlineSeconds"] == 600
@@ -192,7 +181,7 @@ def test_the_options_survive_being_kept():
         (429, "too many requests", RateLimited),
         (500, "etcdserver: request timed out", AmbiguousCreate),
         (502, "dial tcp 127.0.0.1:1: connect: connection refused", AmbiguousCreate),
-        (502, "getting credentials: exec: executable aws failed with exit code 255", AuthError),
+        (502, "getting credentials: exec: executable aws not found", AuthError),
     ],
 )
 def test_what_an_answer_means(status: int, message: str, kind: type[Exception]):
@@ -243,19 +232,15 @@ def test_quantities():
 
 def seen(*, began: bool = True, node: str = "n1", going: float | None = None, ends_by: float = 0, **status: Any) -> Pod:
     """A pod that was deleted `going` seconds ago, its grace of 60 s included."""
-    about: dict[str, Any] = {"name": "p", "uid": "u", "creationTimestamp": STAMP, "resourceVersion": "1"}
+    about: dict[str, Any] = {"name": "p", "uid": "u", "creationTimestamp": stamp(NOW), "resourceVersion": "1"}
     about |= {
         "annotations": {manifest.INDEX: "0", manifest.ABOUT: json.dumps({"ends_by": ends_by})},
         "finalizers": [manifest.ENDED],
     }
     if going is not None:
-        about |= {"deletionTimestamp": _stamp(NOW + 60 - going), "deletionGracePeriodSeconds": 60}
+        about |= {"deletionTimestamp": stamp(NOW + 60 - going), "deletionGracePeriodSeconds": 60}
     spec = {"nodeName": node, "activeDeadlineSeconds": 600, "terminationGracePeriodSeconds": 60}
-    return Pod({"metadata": about, "spec": spec, "status": {**({"startTime": STAMP} if began else {}), **status}})
-
-
-def _stamp(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Pod({"metadata": about, "spec": spec, "status": {**({"startTime": stamp(NOW)} if began else {}), **status}})
 
 
 def container(**state: Any) -> list[dict[str, Any]]:
@@ -334,6 +319,66 @@ def test_what_a_rank_without_a_pod_is(gang: Gang, over: bool, phase: NodePhase, 
     assert reason in why
 
 
+FORBIDDEN = 'Kubernetes: FailedCreate: Error creating: pods "x-0-" is forbidden: '
+QUOTA = "exceeded quota: q, requested: pods=1,nvidia.com/gpu=8, used: pods=3,nvidia.com/gpu=24, limited: "
+
+
+@pytest.mark.parametrize(
+    ("said", "cure"),
+    [
+        (FORBIDDEN + 'violates PodSecurity "restricted:latest": runAsNonRoot != true', "run_as_user"),
+        (FORBIDDEN + "maximum cpu usage per Container is 2, but limit is 64", "cpus_per_node"),
+        (FORBIDDEN + "failed quota: q: must specify limits.memory for: node", "memory_gib"),
+        (FORBIDDEN + "no PriorityClass with name low was found", "Mend what the message names"),
+        (FORBIDDEN + 'error looking up service account n/t: serviceaccount "t" not found', "Mend what"),
+        ('Kubernetes: FailedCreate: Error creating: Pod "x" is invalid: spec.volumes: Invalid value', "Mend what"),
+        ('Kubernetes: FailedCreate: Error creating: admission webhook "w.org" denied the request: no', "Mend what"),
+        (FORBIDDEN + QUOTA + "pods=40,nvidia.com/gpu=8", "no 2 such pods be at once"),
+        # what others give back, or a controller that is not up yet, may let pods come
+        (FORBIDDEN + QUOTA + "pods=4,nvidia.com/gpu=24", ""),
+        (FORBIDDEN + "exceeded quota: q, requested: pods=1", ""),  # an event's message is cut off
+        (FORBIDDEN + QUOTA + "pods=4,nvid", ""),
+        (FORBIDDEN + "status unknown for quota: q, resources: pods", ""),
+        (FORBIDDEN + 'error looking up service account n/default: serviceaccount "default" not found', ""),
+        ('Kubernetes: FailedCreate: Error creating: Internal error: failed calling webhook "w": denied', ""),
+        ("Kubernetes: SuspendedByAnnotation: is forbidden", ""),
+    ],
+)
+def test_pods_that_can_never_be_made_are_told_from_those_that_wait(said: str, cure: str):
+    phase, why, found = Gang(job(), ()).without(lambda: said)
+    assert (phase, why) == (NodePhase.PENDING, said)
+    assert (cure in found) if cure else (found == "")
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "cure"),
+    [
+        (
+            "ErrImagePull",
+            "rpc error: code = NotFound desc = failed to resolve r.test/t: not found",
+            "secret",
+        ),
+        ("ErrImagePull", "pull access denied, repository does not exist or may require authorization", "secret"),
+        ("ErrImagePull", "rpc error: dial tcp: lookup r.test: i/o timeout", ""),
+        ("ImagePullBackOff", 'Back-off pulling image "r.test/t"', ""),
+        ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root", "kubernetes:"),
+        ("CreateContainerConfigError", "failed to sync secret cache: timed out waiting for the condition", ""),
+    ],
+)
+def test_a_container_that_can_never_start_is_told_from_one_that_waits(reason: str, message: str, cure: str):
+    waits = container(waiting={"reason": reason, "message": message})
+    phase, why, found = seen(phase="Pending", containerStatuses=waits).phase(False, given_back=False, now=NOW)
+    assert (phase, message in why) == (NodePhase.PENDING, True)
+    assert (cure in found) if cure else (found == "")
+
+
+def test_a_claim_that_nobody_has_made_is_not_waited_for():
+    message = '0/2 nodes are available: persistentvolumeclaim "corpus" not found. preemption: 0/2'
+    conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]
+    pod = seen(phase="Pending", node="", began=False, conditions=conditions)
+    assert "Make the claim" in pod.phase(False, given_back=False, now=NOW)[2]
+
+
 def test_of_two_pods_of_a_rank_the_first_counts():
     first, second = seen(phase="Failed", containerStatuses=OVER), seen(phase="Running", containerStatuses=RUNS)
     second.made_at += 5
@@ -356,8 +401,8 @@ def test_a_pod_is_what_its_own_container_is_whatever_was_put_beside_it(beside):
 
 
 def test_a_nodes_own_clock_counts_from_its_container_which_comes_after_the_image():
-    late = [{"name": manifest.CONTAINER, "state": {"running": {"startedAt": _stamp(NOW + 540)}}}]
-    at_once = [{"name": manifest.CONTAINER, "state": {"running": {"startedAt": _stamp(NOW)}}}]
+    late = [{"name": manifest.CONTAINER, "state": {"running": {"startedAt": stamp(NOW + 540)}}}]
+    at_once = [{"name": manifest.CONTAINER, "state": {"running": {"startedAt": stamp(NOW)}}}]
     pulled, there = (seen(containerStatuses=each).latest_end for each in (late, at_once))
     assert pulled - there == 540
 

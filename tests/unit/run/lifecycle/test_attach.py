@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 from click.testing import CliRunner
@@ -33,6 +34,7 @@ from mgpu.run.record import record, supervisor_lock
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
+from mgpu.run.view import RunView
 
 RUN_FILE = """
 name: it
@@ -361,6 +363,27 @@ def test_a_repair_is_remembered_with_the_fleet_that_it_made(project, dead):
     session = Session(dead(State.REPAIRING, interruptions=[broken()]), project.context.emit, project.context.timeouts)
     stacks.bring_up(session, stacks.stack_of(session.record, project.context), (0,))
     assert record.load("run-1").under_repair is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_machines_are_waited_for_is_in_the_record_as_long_as_they_are(project, dead, fails):
+    """`mgpu status` of another process reads it."""
+    seen = list[tuple[str, str]]()
+
+    def up():
+        project.world.heard(Note("in the queue (Priority); waiting for 60 min at most"))
+        project.world.heard(Warned("no note"))
+        seen.append((RunView.of(record.load("run-1")).reason, record.load("run-1").state))
+        if fails:
+            raise NoCapacity("none is left")
+
+    project.world.hooks["up"] = up
+    session = Session(dead(State.PROVISIONING), project.context.emit, project.context.timeouts)
+    with pytest.raises(NoCapacity) if fails else nullcontext():
+        stacks.bring_up(session, stacks.stack_of(session.record, project.context))
+    assert seen == [("in the queue (Priority); waiting for 60 min at most", "provisioning")]
+    session.save()
+    assert record.load("run-1").reason == ""
 
 
 def test_no_replacement_is_asked_for_while_the_lost_machine_may_live(project, dead):

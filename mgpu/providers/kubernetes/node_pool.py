@@ -1,0 +1,113 @@
+"""A node pool of CoreWeave's that is made for one gang and deleted with it.
+
+Kind, fields and classes are those of CoreWeave's reference (docs.coreweave.com/products/cks/reference/node-pool). A
+pool is in no namespace. Its nodes carry the gang's token as a label, which its pods select. CoreWeave's autoscaler is
+on, down to no node: where nobody is left to delete the pool, its nodes go once the pods have ended by their own clocks.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from mgpu.errors import CleanupFailed, InvalidRequest, PermissionDenied, ProviderError
+from mgpu.plan.model import Offer
+from mgpu.providers.base import Finding, FleetRequest
+from mgpu.providers.kubernetes import manifest
+from mgpu.providers.kubernetes.cluster import Exists, Json, Missing
+from mgpu.providers.kubernetes.offered import Place
+from mgpu.providers.kubernetes.options import NodePool
+
+GROUP, PLURAL = "compute.coreweave.com", "nodepools"
+PATH = f"/apis/{GROUP}/v1alpha1/{PLURAL}"
+NAMESPACE = f"{manifest.DOMAIN}/namespace"
+VERBS = ("create", "get", "list", "delete")
+
+
+def role() -> Json:
+    """The least role that makes pools; of the whole cluster."""
+    rules = [{"apiGroups": [GROUP], "resources": [PLURAL], "verbs": list(VERBS)}]
+    about = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole"}
+    return {**about, "metadata": {"name": "mgpu-node-pools"}, "rules": rules}
+
+
+def pool(place: Place, request: FleetRequest, offer: Offer, token: str, wanted: NodePool) -> Json:
+    """The pool of a gang."""
+    nodes, meta = request.requirements.nodes, manifest.about(request, offer, token)
+    meta["labels"][NAMESPACE] = place.namespace
+    spec = {
+        "computeClass": wanted.compute_class,
+        "instanceType": wanted.instance_type,
+        "autoscaling": True,
+        "minNodes": 0,
+        "maxNodes": nodes,
+        "targetNodes": nodes,
+        "nodeLabels": {manifest.TOKEN: token},
+    }
+    about = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "NodePool"}
+    return {**about, "metadata": meta | {"name": manifest.name(token)}, "spec": spec}
+
+
+def make(place: Place, wanted: Json, *, dry: bool = False) -> bool:
+    """Makes it; False: there is one. Raises ProviderError; after Transient the same call comes again."""
+    try:
+        _ = place.cluster.post(PATH, wanted, dryRun="All") if dry else place.cluster.post(PATH, wanted)
+    except Exists:
+        return False
+    except Missing as error:
+        cure = "Leave `kubernetes.node_pool` out: `kubernetes.node_selector` says which nodes."
+        raise InvalidRequest("kubernetes: this cluster is none of CoreWeave's", str(error), cure) from error
+    return True
+
+
+def find(place: Place, token: str, *, known: bool = False) -> Json | None:
+    """The pool of a token; None: there is none, as far as this user may see. `known`: one was made, so that who may not
+    see it is told: PermissionDenied."""
+    try:
+        return place.cluster.get(f"{PATH}/{manifest.name(token)}")
+    except Missing:
+        return None
+    except PermissionDenied:
+        if known:
+            raise
+        return None
+
+
+def owned(place: Place, owner: str) -> list[Json]:
+    """All pools of an owner's gangs in this namespace; none where the cluster, or this user, has no pools."""
+    selector = f"{manifest.OWNER}={manifest.labelled(owner)},{NAMESPACE}={place.namespace}"
+    try:
+        return place.cluster.get(PATH, labelSelector=selector)["items"]
+    except (Missing, PermissionDenied):
+        return []
+
+
+def delete(place: Place, token: str) -> None:
+    """Asks for its end; absent is success."""
+    with suppress(Missing):
+        place.cluster.delete(f"{PATH}/{manifest.name(token)}", {})
+
+
+def undo(place: Place, token: str, why: Exception) -> None:
+    """Deletes the pool of a gang that was refused. Raises CleanupFailed: it may go on to cost money."""
+    try:
+        delete(place, token)
+    except (Exists, ProviderError) as error:
+        what = f"kubernetes: node pool {manifest.name(token)} was made, and could not be deleted"
+        raise CleanupFailed(what, f"{why}; {error}", f"`kubectl delete nodepool {manifest.name(token)}`") from error
+
+
+def said(found: Json) -> str:
+    """What stands between a pool and its nodes, in CoreWeave's words."""
+    conditions = found.get("status", {}).get("conditions", [])
+    waits = [each for each in conditions if each.get("status") == "False"]
+    told = [f"{each['type']}: {each.get('message') or each.get('reason', '')}" for each in waits]
+    return "; ".join([f"waits for the nodes of node pool {found['metadata']['name']}", *told])
+
+
+def finding(lacks: list[str]) -> Finding:
+    """Whether this user may make pools; `lacks`: the verbs that are not allowed."""
+    if not lacks:
+        return Finding(subject="node pools", status="ok", detail="you may make them")
+    cure = "Have an administrator bind you to this role."
+    detail = f"you may not {', '.join(lacks)} {PLURAL}"
+    return Finding(subject="node pools", status="failed", detail=detail, cure=cure, document=role())

@@ -1,0 +1,188 @@
+"""kubectl as this process keeps it: how it is started and ended, and what its words mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import UnixStreamServer
+
+import pytest
+from mgpu_train.agent.machine import procs
+from waiting import until
+
+from mgpu.errors import AuthError, InvalidRequest, Transient
+from mgpu.providers.kubernetes import cluster
+from mgpu.providers.kubernetes.cluster import Access, Cluster, close_all, refused
+
+Program = Callable[[str], None]
+HELPER = "getting credentials: exec: executable aws failed with exit code 255"
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
+    """Makes what `kubectl` is: a script of a shell. Its sockets are in a folder of the test's own."""
+    place = Path(tempfile.mkdtemp(prefix="k-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def make(script: str) -> None:
+        (tmp_path / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "kubectl").chmod(0o755)
+
+    yield make
+    close_all()
+    until(lambda: not list(place.glob("mgpu-kube-*/*")))
+    subprocess.run(["rm", "-rf", place], check=True)
+
+
+def folders() -> list[Path]:
+    return [*Path(tempfile.gettempdir()).glob("mgpu-kube-*")]
+
+
+# --- how it lives
+
+
+@pytest.mark.timeout(60)  # which would wait for an hour
+def test_a_kubectl_that_does_not_start_says_why_at_once(kubectl: Program, monkeypatch):
+    monkeypatch.setattr(cluster, "_START_S", 3600.0)
+    kubectl("echo 'error: no such context'; exit 1")
+    with pytest.raises(InvalidRequest, match="no such context"):
+        Cluster(Access()).get("/version")
+    until(lambda: not folders())
+
+
+def test_a_kubectl_ends_with_whoever_has_started_it_and_leaves_no_folder(kubectl: Program):
+    kubectl("echo Starting to serve; exec sleep 1000")
+    proxy = cluster._Proxy(Access())
+    kept = procs.of(proxy._process.pid)
+    assert kept is not None
+    until(lambda: "sleep 1000" in procs.command_line(kept.pid))  # no shell between it and us
+    assert len(folders()) == 1
+    proxy.close()
+    until(lambda: not kept.alive)
+    until(lambda: not folders())
+
+
+def test_what_was_killed_with_all_that_belongs_to_it_is_swept_by_the_next_one(kubectl: Program):
+    kubectl("echo Starting to serve; exec sleep 1000")
+    place, long_ago = Path(tempfile.gettempdir()), time.time() - 3600
+    left, young, lives = (place / f"mgpu-kube-{name}" for name in ("left", "young", "lives"))
+    for folder in (left, young, lives):
+        folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as dead:
+        listening.bind(str(lives / "api"))
+        listening.listen()
+        dead.bind(str(left / "api"))  # and nobody listens
+        for folder in (left, lives):
+            os.utime(folder, (long_ago, long_ago))
+        proxy = cluster._Proxy(Access())
+        assert not left.exists()
+        assert young.exists()
+        assert lives.exists()
+        proxy.close()
+    for folder in (young, lives):
+        subprocess.run(["rm", "-rf", folder], check=True)
+
+
+# --- what it says
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("Could not connect to the endpoint URL: https://portal.sso.us-east-1.amazonaws.com", Transient),
+        ("dial tcp: lookup oauth2.googleapis.com: i/o timeout", Transient),
+        ("[Errno -3] Temporary failure in name resolution", Transient),
+        ("", Transient),  # nobody knows; whoever asks again is told again
+        ("Error loading SSO Token: Token for me does not exist", AuthError),
+        ("The SSO session associated with this profile has expired or is otherwise invalid", AuthError),
+        ("Please run: gcloud auth login", AuthError),
+        ("Unable to locate credentials", AuthError),
+    ],
+)
+def test_a_helper_that_gets_nowhere_is_no_log_in_that_is_over(said: str, kind: type[Exception]):
+    text = json.dumps({"message": HELPER})
+    error = refused("what", 502, text, said=lambda: said)
+    assert type(error) is kind
+    assert said in getattr(error, "why", "")
+
+
+class Answers(BaseHTTPRequestHandler):
+    """An API server an hour behind, whose user's helper has failed."""
+
+    def do_GET(self) -> None:
+        self.send_response(502 if self.path == "/fails" else 200)
+        body = HELPER.encode() if self.path == "/fails" else b"{}"
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def address_string(self) -> str:
+        return "here"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return formatdate(time.time() - 3600, usegmt=True)
+
+
+def test_what_a_helper_has_written_is_told_and_the_servers_clock_is_known(kubectl: Program, tmp_path: Path):
+    kubectl('echo "Starting to serve"; echo "SSO session has expired" >&2; exec sleep 1000')
+    api = Cluster(Access())
+    cluster._proxies[Access()] = proxy = cluster._Proxy(Access())
+    with UnixStreamServer(proxy.path, Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        until(lambda: "expired" in proxy.said())
+        assert api.get("/works") == {}
+        assert 3595 < api.ahead_s < 3605
+        with pytest.raises(AuthError) as caught:
+            api._asked("GET", "/fails", {}, None, Transient)
+        assert "SSO session has expired" in caught.value.why
+        server.shutdown()
+        thread.join()
+
+
+# --- how it gets there
+
+
+@pytest.mark.parametrize(
+    ("about", "variables", "found"),
+    [
+        ({"server": "https://api.test:6443"}, {}, ""),
+        ({"server": "https://api.test:6443"}, {"HTTPS_PROXY": "http://me:secret@proxy.test:3128"}, "proxy.test:3128"),
+        ({"server": "https://api.test:6443"}, {"https_proxy": "proxy.test:3128"}, "proxy.test:3128"),
+        ({"server": "https://api.test:6443"}, {"HTTP_PROXY": "http://proxy.test:3128"}, ""),
+        ({"server": "https://api.test:6443"}, {"HTTPS_PROXY": "http://proxy.test:3128", "NO_PROXY": ".test"}, ""),
+        ({"server": "https://127.0.0.1:6443"}, {"HTTPS_PROXY": "http://proxy.test:3128"}, ""),
+        ({"server": "https://api.test:6443", "proxy-url": "http://other.test:80"}, {}, "other.test:80"),
+    ],
+)
+def test_the_http_proxy_is_the_one_that_kubectl_uses(kubectl: Program, monkeypatch, about, variables, found: str):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    kubectl(f"echo '{json.dumps({'clusters': [{'cluster': about}]})}'")
+    assert Access().http_proxy() == found
+
+
+def test_kubectl_is_not_ended_by_a_signal_for_this_process_group(kubectl: Program):
+    kubectl("echo Starting to serve; exec sleep 1000")
+    proxy = cluster._Proxy(Access())
+    assert os.getpgid(proxy._process.pid) != os.getpgid(0), "Ctrl-C is not for it"
+    os.kill(proxy._process.pid, signal.SIGKILL)  # and one that is killed leaves nothing, either
+    proxy.close()
+    until(lambda: not folders())

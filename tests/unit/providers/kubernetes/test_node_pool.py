@@ -1,0 +1,194 @@
+"""A node pool of CoreWeave's is made with a gang and goes with it, whatever comes between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.kube.scripted import JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
+
+from mgpu.errors import CleanupFailed, Conflict, InvalidRequest, PermissionDenied, SpecError, Transient
+from mgpu.plan.model import Offer
+from mgpu.providers.base import FleetRequest, Intent, NodePhase
+from mgpu.providers.kubernetes import manifest, node_pool, offered
+from mgpu.providers.kubernetes.cluster import Exists
+from mgpu.providers.kubernetes.offered import Place
+from mgpu.providers.kubernetes.options import KubernetesOptions
+from mgpu.providers.kubernetes.provider import KubernetesProvider
+from mgpu.spec.load import loads
+
+KIND = "gd-8xh100ib-i128"
+OPTIONS = KubernetesOptions.model_validate({"node_pool": {"instance_type": KIND, "compute_class": "spot"}})
+POOL = f"{node_pool.PATH}/mgpu-{TOKEN}"
+OWNER = "someone@example.org (laptop)"
+
+
+@pytest.fixture(autouse=True)
+def no_kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offered, "names", lambda access: ("c", "n", "https://s"))
+
+
+def provider(answers: dict[str, Any]) -> tuple[KubernetesProvider, Scripted]:
+    """A provider, and its cluster."""
+    scripted: Any = Scripted(answers)
+    return KubernetesProvider(OPTIONS.flat(), cluster=lambda _: scripted, clock=lambda: NOW), scripted
+
+
+def pooled() -> tuple[FleetRequest, Offer]:
+    request, offer = asked(KIND)
+    needed = request.requirements.model_copy(update={"provider_options": OPTIONS.flat()})
+    return request.model_copy(update={"requirements": needed}), offer
+
+
+def pool() -> dict[str, Any]:
+    scripted: Any = Scripted({})
+    assert OPTIONS.node_pool
+    made = node_pool.pool(Place(scripted, "c", "n"), *pooled(), TOKEN, OPTIONS.node_pool)
+    return {**made, "metadata": made["metadata"] | {"creationTimestamp": stamp(NOW)}}
+
+
+def intent() -> Intent:
+    return Intent(fleet="f", generation=1, owner=OWNER, token=TOKEN, offer=pooled()[1])
+
+
+def answered(job: Any = None) -> dict[str, Any]:
+    """What the API server answers to a gang's Job: `job`, or that it was made."""
+    made = {"metadata": {"creationTimestamp": stamp(NOW)}}
+    return {f"POST {JOBS}": job or (lambda body: {**body, "metadata": body["metadata"] | made["metadata"]})}
+
+
+def test_a_pool_is_made_first_and_the_gangs_pods_come_to_its_nodes_alone():
+    scripted: Any = Scripted(answered())
+    KubernetesProvider(OPTIONS.flat(), cluster=lambda _: scripted).create(*pooled(), TOKEN)
+    (_, path, made), (_, _, job) = scripted.sent
+    assert path == node_pool.PATH
+    assert made["apiVersion"] == "compute.coreweave.com/v1alpha1"
+    assert (made["kind"], made["metadata"]["name"]) == ("NodePool", f"mgpu-{TOKEN}")
+    nodes = {"targetNodes": 3, "maxNodes": 3, "minNodes": 0, "autoscaling": True}
+    about = {"instanceType": KIND, "computeClass": "spot", "nodeLabels": {manifest.TOKEN: TOKEN}}
+    assert made["spec"] == nodes | about
+    pod = job["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {manifest.TOKEN: TOKEN}
+    assert "affinity" not in pod, "an instance type is no product of NVIDIA's"
+
+
+def test_a_gang_that_is_refused_leaves_no_pool():
+    denied = PermissionDenied("POST", "cannot create jobs")
+    looks, cluster = provider(answered(denied))
+    with pytest.raises(PermissionDenied):
+        looks.create(*pooled(), TOKEN)
+    assert cluster.sent[-1][:2] == ("DELETE", POOL)
+    looks, _ = provider({**answered(denied), f"DELETE {POOL}": Transient("no answer")})
+    with pytest.raises(CleanupFailed, match="could not be deleted"):
+        looks.create(*pooled(), TOKEN)
+    looks, cluster = provider(answered(Transient("no answer")))
+    with pytest.raises(Transient):  # the same call comes again
+        looks.create(*pooled(), TOKEN)
+    assert ("DELETE", POOL, {}) not in cluster.sent
+
+
+def test_the_pool_of_another_gang_with_this_token_is_left_alone():
+    answers = {**answered(Exists("there")), f"POST {node_pool.PATH}": Exists("there")}
+    answers |= {f"{JOBS}/mgpu-{TOKEN}": {"metadata": {"annotations": {manifest.DIGEST: "another"}}}}
+    looks, cluster = provider(answers)
+    with pytest.raises(Conflict):
+        looks.create(*pooled(), TOKEN)
+    assert ("DELETE", POOL, {}) not in cluster.sent
+    del answers[f"POST {node_pool.PATH}"]  # the token was given up, and this call was late
+    looks, cluster = provider(answers)
+    with pytest.raises(Conflict):
+        looks.create(*pooled(), TOKEN)
+    assert cluster.sent[-1][:2] == ("DELETE", POOL)
+
+
+def test_a_pool_without_a_job_is_found_listed_and_given_back():
+    answers: dict[str, Any] = {
+        POOL: pool(),
+        node_pool.PATH: {"items": [pool()]},
+        JOBS: {"items": []},
+        PODS: {"items": []},
+    }
+    looks, cluster = provider(answers)
+    found = looks.find(intent())
+    assert found is not None
+    assert found.made_at == NOW
+    assert looks.list_owned(OWNER) == (found.model_copy(update={"made_at": 0.0}),)
+    nodes = looks.describe(found).nodes
+    assert [node.phase for node in nodes] == [NodePhase.STOPPING] * 3, "it may be billed"
+    assert not looks.destroy(found)
+    assert ("DELETE", POOL, {}) in cluster.sent
+    del answers[POOL]
+    assert looks.destroy(found)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_gang_is_gone_when_its_pool_is(begun: bool):
+    answers, handle = gang_of([], OPTIONS)
+    answers[POOL] = pool()
+    if begun:
+        conditions = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
+        answers[f"{JOBS}/mgpu-{TOKEN}"]["status"] = {"conditions": conditions}
+    else:  # and an empty Job is in its place
+        answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, {}, {})
+    looks, cluster = provider(answers)
+    assert not looks.destroy(handle)
+    assert ("DELETE", POOL, {}) in cluster.sent
+    assert looks.describe(handle).nodes[0].phase is NodePhase.STOPPING
+    del answers[POOL]
+    assert looks.destroy(handle)
+    assert looks.describe(handle).nodes[0].phase is NodePhase.TERMINATED
+
+
+def test_pods_that_wait_for_the_pools_nodes_say_so_in_its_words():
+    answers, handle = gang_of([UNPLACED, RUNNING, UNPLACED], OPTIONS)
+    conditions = [
+        {"type": "Valid", "status": "True", "message": "it is"},
+        {"type": "Quota", "status": "False", "message": "2 of 3 are over it"},
+    ]
+    answers[POOL] = {**pool(), "status": {"conditions": conditions}}
+    first, second, _ = provider(answers)[0].describe(handle).nodes
+    assert "waits for the nodes of node pool" in first.reason
+    assert "Quota: 2 of 3 are over it" in first.reason
+    assert "it is" not in first.reason
+    assert (second.phase, second.reason) == (NodePhase.RUNNING, "")
+
+
+def test_a_pool_that_nobody_may_see_any_more_is_not_taken_for_gone():
+    answers, handle = gang_of([], OPTIONS)
+    answers[POOL] = PermissionDenied("GET", "nodepools is forbidden")
+    with pytest.raises(PermissionDenied):
+        provider(answers)[0].destroy(handle)
+    unpooled, handle = gang_of([])
+    denied = {POOL: answers[POOL], node_pool.PATH: answers[POOL]}
+    looks, _ = provider(unpooled | denied)
+    assert [each.token for each in looks.list_owned(OWNER)] == [TOKEN], "most clusters have none, and no right to them"
+    assert looks.describe(handle).nodes[0].phase is NodePhase.PENDING
+
+
+def test_the_offer_is_the_instance_type_as_it_is_bought():
+    scripted: Any = Scripted({})
+    needed = pooled()[0].requirements.model_copy(update={"gpu": ("H100-80GB",)})
+    (offer,) = offered.offers(Place(scripted, "c", "n"), OPTIONS, needed, NOW).offers
+    assert (offer.instance_type, offer.gpu, offer.market) == (KIND, "H100-80GB", "spot")
+    reserved = KubernetesOptions.model_validate({"node_pool": {"instance_type": KIND}})
+    (offer,) = offered.offers(Place(scripted, "c", "n"), reserved, needed, NOW).offers
+    assert offer.market == "on-demand"
+
+
+def test_a_cluster_that_has_no_such_thing_is_named():
+    scripted: Any = Scripted({f"POST {node_pool.PATH}": node_pool.Missing("404 page not found")})
+    with pytest.raises(InvalidRequest, match="none of CoreWeave's"):
+        KubernetesProvider(OPTIONS.flat(), cluster=lambda _: scripted).create(*pooled(), TOKEN)
+    assert [path for _, path, _ in scripted.sent] == [node_pool.PATH]
+
+
+def test_the_block_is_checked():
+    assert KubernetesOptions.of(OPTIONS.flat()) == OPTIONS
+    text = "name: a\nprovider: kubernetes\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [t.py]\ncheckpoint: none\n"
+    text += "image: {reference: 'r.test/t@sha256:" + "0" * 64 + "'}\n"
+    with pytest.raises(SpecError, match="node_pool"):
+        loads(text + "kubernetes: {node_pool: {compute_class: cheap}}\n", "f")
+    spot = "kubernetes: {node_pool: {instance_type: x, compute_class: spot}}\n"
+    with pytest.raises(SpecError, match="market: is spot with"):
+        loads(text + spot, "f")
+    assert loads(text + spot + "market: spot\n", "f").market == "spot"
