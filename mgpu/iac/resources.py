@@ -95,6 +95,7 @@ class FleetArgs:
     options: Input[Mapping[str, str]] | None = None
     stores: Input[Sequence[str]] | None = None
     memory_gib: Input[float] | None = None
+    compute_capability: Input[float] | None = None
     name: Input[str] | None = None
     owner: Input[str] | None = None
 

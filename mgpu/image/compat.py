@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from mgpu.image.compat_table import ARCHITECTURES, FAMILIES, GPUS, TOOLKITS, WHEELS, Gpu, Version
+from mgpu.image.compat_table import ARCHITECTURES, FAMILIES, TOOLKITS, WHEELS
+from mgpu.spec.gpus import GPUS, Gpu, Version
 
 # what images/trainer/Dockerfile says of itself
 TORCH = "dev.mgpu.torch"

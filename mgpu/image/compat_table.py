@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Version = tuple[int, ...]
+from mgpu.spec.gpus import Version
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,6 @@ class Architecture:
     since: Version
     last_cuda: int | None = None
     last_branch: int | None = None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as run files name it. Compatibility packages are for data centres' GPUs alone."""
-
-    capability: Version
-    data_center: bool = True
 
 
 # Drivers: "CUDA Toolkit and Corresponding Driver Versions", the first release of each,
@@ -102,28 +94,4 @@ WHEELS: dict[Version, dict[Version, tuple[Version, ...]]] = {
     (2, 13): {(12, 6): _VOLTA, (13, 0): _BLACKWELL, (13, 2): _BLACKWELL},
     (2, 14): {(12, 6): _VOLTA, (13, 0): _BLACKWELL, (13, 2): _BLACKWELL},
     (2, 15): {(13, 0): _BLACKWELL, (13, 2): _BLACKWELL},
-}
-
-# https://developer.nvidia.com/cuda-gpus and .../cuda-legacy-gpus; the A10G is AWS's A10
-GPUS: dict[str, Gpu] = {
-    "V100-16GB": Gpu((7, 0)),
-    "V100-32GB": Gpu((7, 0)),
-    "T4": Gpu((7, 5)),
-    "A100-40GB": Gpu((8, 0)),
-    "A100-80GB": Gpu((8, 0)),
-    "A10G": Gpu((8, 6)),
-    "A10": Gpu((8, 6)),
-    "A40": Gpu((8, 6)),
-    "RTX-3090": Gpu((8, 6), data_center=False),
-    "L4": Gpu((8, 9)),
-    "L40": Gpu((8, 9)),
-    "L40S": Gpu((8, 9)),
-    "RTX-4090": Gpu((8, 9), data_center=False),
-    "H100-80GB": Gpu((9, 0)),
-    "H200": Gpu((9, 0)),
-    "B200": Gpu((10, 0)),
-    "B300": Gpu((10, 3)),
-    "RTX-PRO-4500": Gpu((12, 0)),
-    "RTX-PRO-6000": Gpu((12, 0)),
-    "RTX-5090": Gpu((12, 0), data_center=False),
 }

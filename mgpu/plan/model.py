@@ -27,6 +27,9 @@ class Requirements(MachineKeys):
     memory_gib: float = Field(
         default=0, ge=0, description="host memory that a machine has to have, for the copy of a save; 0: not known"
     )
+    compute_capability: float = Field(
+        default=0, ge=0, description="the least that GPUs have to have, for what is computed in: 8.9; 0: any"
+    )
 
 
 class Headroom(Value):

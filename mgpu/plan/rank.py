@@ -11,10 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from mgpu_train.config import FP8_CAPABILITY
+
 from mgpu.errors import NoOffer
 from mgpu.plan import room
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
 from mgpu.spec.block import MachineKeys
+from mgpu.spec.gpus import capability_of
 from mgpu.spec.model import RunSpec
 
 _SHOWN = 12  # refusals that an error lists one by one
@@ -52,6 +55,7 @@ def requirements(spec: RunSpec) -> Requirements:
         provider_options=spec.options.flat() if spec.options else {},
         stores=tuple(dict.fromkeys(each for each in _stores(spec) if each.startswith("s3://"))),
         memory_gib=round(room.save_gib(spec), 1),
+        compute_capability=FP8_CAPABILITY if spec.train is not None and spec.train.precision == "fp8" else 0,
     )
 
 
@@ -243,6 +247,14 @@ _CHECKS = (
         ),
         lambda needed, offer: f"GPU is {offer.gpu}, not {' or '.join(needed.gpu)}",
         lambda needed, near: f"On offer for `gpu`: {_names(offer.gpu for offer in near)}.",
+    ),
+    _Check(
+        lambda needed, offer: 0 < capability_of(offer.gpu) < needed.compute_capability,
+        lambda needed, offer: (
+            f"{offer.gpu} has compute capability {capability_of(offer.gpu):.1f}, and `train.precision` takes "
+            f"{needed.compute_capability:.1f}"
+        ),
+        lambda needed, near: "Name newer ones in `gpu`, or set `train.precision` to bf16.",
     ),
     _Check(
         lambda needed, offer: 0 < offer.memory_gib < needed.memory_gib,

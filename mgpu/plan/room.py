@@ -1,8 +1,9 @@
 """What the checkpoints of a run take of a machine's memory and disk, where the model's size is known beforehand.
 
 Figures are those of the bundled trainer: parameters, AdamW's two moments (of Muon's matrices one) and the moving
-average, 4 bytes each; and of its agent, which keeps the newest checkpoints beside the one that is written
-(`mgpu_train.agent.uploads.saves`). Data, environment, image and the system come on top: their sizes are not known here.
+average, 4 bytes each, the moments of adamw8bit one; and of its agent, which keeps the newest checkpoints beside the one
+that is written (`mgpu_train.agent.uploads.saves`). Data, environment, image and the system come on top: their sizes are
+not known here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 
 from mgpu_train.config import LmOptions, TrainConfig
 from mgpu_train.launchers import PYTHON, TORCHRUN, installed
+from mgpu_train.optim.blocks import moments_bytes
 
 from mgpu.errors import InputError
 from mgpu.plan.model import CheckpointRoom
@@ -89,7 +91,12 @@ def _bytes(train: TrainConfig) -> float:
     model = LmOptions.model_validate(train.task_options).model
     in_blocks = model.matrices - model.padded_vocabulary * model.dim
     numbers = (4 if train.ema else 3) * model.parameters - (in_blocks if train.optimizer == "muon" else 0)
-    return 4.0 * numbers
+    if train.optimizer != "adamw8bit":
+        return 4.0 * numbers
+    matrices = in_blocks + (1 if model.tied else 2) * model.padded_vocabulary * model.dim
+    # of a number, in the rows that have the smaller blocks
+    moments = max(moments_bytes((width, width)) / width**2 for width in (model.dim, model.hidden))
+    return 4.0 * (numbers - 2 * matrices) + moments * matrices
 
 
 def _count(spec: RunSpec, train: TrainConfig, wanted: Checkpoint) -> int:

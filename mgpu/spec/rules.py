@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from mgpu_train import launchers
-from mgpu_train.config import LmOptions, TrainConfig
+from mgpu_train.config import FP8_CAPABILITY, LmOptions, TrainConfig
 from mgpu_train.data.order import Slices
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.strategies.entry import Sizes
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from mgpu.spec import command
 from mgpu.spec.expect import OF_THE_RUN
+from mgpu.spec.gpus import capability_of
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
 from mgpu.spec.provider import installed, starts_from_image
@@ -195,6 +196,18 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake(("train", "strategy"), why, sizes)
     elif why := Slices(train.global_batch, train.micro_batch, 0, parts.data).refuse(parts.pipeline):
         yield Mistake(("train", "global_batch"), why, sizes)
+
+
+def _precision(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.train is None or spec.train.precision != "fp8":
+        return
+    if not spec.gpus_per_node:
+        message = "fp8 is computed by GPUs: say `gpus_per_node`, or take bf16"
+        yield Mistake(("train", "precision"), message, (("gpus_per_node",),))
+    for index, name in enumerate(spec.gpu):
+        if 0 < (found := capability_of(name)) < FP8_CAPABILITY:
+            message = f"{name} has compute capability {found:.1f}, and `precision: fp8` takes {FP8_CAPABILITY:.1f}"
+            yield Mistake(("gpu", index), message, (("train", "precision"),))
 
 
 def _trials(spec: RunSpec) -> Iterator[Mistake]:
@@ -436,6 +449,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _code,
     _image,
     _training,
+    _precision,
     _trials,
     _task,
     _variables,

@@ -33,6 +33,7 @@ LLAMA = {"kv_heads": 1, "mlp": "swiglu", "qk_norm": True, "tied": True}
 VISION = {"task": "vision", "options": {"width": 8, "channels_last": True}}
 DIFFUSION = {"task": "diffusion", "options": {"dim": 32, "layers": 2, "heads": 2}}
 HF: dict[str, Any] = {"task": "hf", "options": {"seq_len": 16}}
+QLORA = {"rank": 4, "quantize_base": "nf4"}
 # what is trained, how, and how far the losses of a GPU may be from a CPU's
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "tf32": ({"precision": "tf32"}, 5e-3),
@@ -50,6 +51,27 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "diffusion, compiled, bf16": ({**DIFFUSION, "compile": True, "precision": "bf16"}, 0.02),
     "recommender": ({"task": "recommender", "options": {"user": "0", "item": "1", "rating": "2"}}, 1e-3),
     "hf": (HF, 1e-3),
+    "adamw8bit": ({"optimizer": "adamw8bit"}, 0.01),
+    "adamw8bit, sharded, averaged": (
+        {"optimizer": "adamw8bit", "strategy": "fsdp", "ema": 0.9, "micro_batch": 2}, 0.01,
+    ),
+    "fp8": ({"precision": "fp8"}, 0.05),
+    "fp8, compiled, sharded, recomputed": (
+        {
+            "precision": "fp8", "compile": True, "strategy": "fsdp", "activation_checkpointing": "selective",
+            "micro_batch": 4,
+        },
+        0.05,
+    ),
+    "fp8, tokens that are no multiple of 16": ({"precision": "fp8", "seq_len": 17, "micro_batch": 3}, 0.05),
+    "hf, adapters on 4 bits": ({**HF, "options": {**HF["options"], "lora": QLORA}}, 5e-3),
+    "hf, adapters on 4 bits, sharded, recomputed, bf16": (
+        {
+            **HF, "strategy": "fsdp", "activation_checkpointing": "full", "precision": "bf16",
+            "options": {**HF["options"], "lora": QLORA},
+        },
+        0.05,
+    ),
     "hf, adapters, sharded": ({**HF, "strategy": "fsdp", "options": {**HF["options"], "lora": {"rank": 4}}}, 1e-3),
 }  # fmt: skip
 
@@ -95,8 +117,12 @@ def test_the_losses_are_those_of_the_cpu_and_survive_a_resume(tmp_path, strategy
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_whatever_is_trained_a_gpu_finds_the_losses_of_a_cpu(tmp_path, name):
+def test_whatever_is_trained_a_gpu_finds_the_losses_of_a_cpu(tmp_path, name, require):
     asked, apart = CASES[name]
+    if "8" in name.partition(",")[0] or "4 bits" in name:
+        pytest.importorskip("torchao")
+    if "fp8" in name:
+        require("fp8", torch.cuda.get_device_capability() >= (8, 9), "this GPU does not compute in fp8")
     train = {**asked, **files_of(tmp_path, asked)}
     cpu = losses(tmp_path / "cpu", {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, **plain(train))
     cuda = losses(tmp_path / "cuda", dict(os.environ), **train)
@@ -134,6 +160,16 @@ def files_of(home: Path, asked: dict[str, Any]) -> dict[str, Any]:
     for number in range(10):
         (home / "text" / f"{number}.txt").write_text(" ".join(f"w{(7 * n * n + number) % 250}" for n in range(400)))
     return {"options": {**asked["options"], "model": str(home / "model"), "data": str(home / "text")}}
+
+
+@pytest.mark.parametrize("asked", [{"optimizer": "adamw8bit"}, {"precision": "fp8"}], ids=str)
+def test_what_is_computed_in_8_bits_goes_on_where_it_was(tmp_path, asked, require):
+    pytest.importorskip("torchao")
+    require("fp8", torch.cuda.get_device_capability() >= (8, 9), "this GPU does not compute in fp8")
+    here = dict(os.environ)
+    whole = losses(tmp_path / "whole", here, strategy="fsdp", **asked)
+    resumed = losses(tmp_path / "on", here, resume=tmp_path / "whole" / "ck" / "step-3", strategy="fsdp", **asked)
+    assert resumed == pytest.approx(whole[3:], rel=1e-4)
 
 
 def test_a_gpu_is_counted_and_measured(tmp_path):

@@ -603,7 +603,9 @@ def test_prices_never_diff(wire, here, made, fake):
     assert diff.changes == diff.DIFF_NONE
 
 
-@pytest.mark.parametrize("change", [{"stores": ["s3://another/runs"]}, {"memoryGib": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"stores": ["s3://another/runs"]}, {"memoryGib": 1.5}, {"computeCapability": 8.9}], ids=str
+)
 def test_what_only_chooses_among_offers_never_diffs(wire, here, made, change):
     diff, _ = again(wire, here, made, **change)
     assert diff.changes == diff.DIFF_NONE

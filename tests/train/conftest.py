@@ -221,8 +221,11 @@ def same_bits(tmp_path: Path) -> Callable[..., None]:
         assert ones.keys() == others.keys()
         assert sum(isinstance(value, torch.Tensor) for value in ones.values()) > more_than
         for key, value in ones.items():
-            same = torch.equal(value, others[key]) if isinstance(value, torch.Tensor) else value == others[key]
-            assert same, key
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == others[key].dtype, key
+                assert torch.equal(value, others[key]), key
+            else:
+                assert value == others[key], key
 
     return check
 

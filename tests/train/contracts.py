@@ -143,6 +143,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "hungry-told": {**HUNGRY, "micro_batch": 16},
     "starved": {"micro_batch": "auto"},
     "unknown": {"micro_batch": "auto"},
+    "no-fp8": {"precision": "fp8"},
     "lm-options": {"task": "lm", "options": {"seq_len": 2}},
 }
 

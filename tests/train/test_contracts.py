@@ -111,6 +111,7 @@ def test_weights_that_are_one_stay_one(out):
         ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, fsdp, hsdp, single"),
         ("starved", "`train.micro_batch: auto`: not even 1 at a time: with it rank"),
         ("unknown", "`train.micro_batch: auto`: this system does not say how much memory"),
+        ("no-fp8", "`train.precision`: fp8 needs a GPU of compute capability 8.9 or more"),
         ("lm-options", "`train.options` of task lm: seq_len: Input should be greater than or equal to 8"),
     ],
 )

@@ -28,9 +28,10 @@ Brought = Annotated[
 NoticeSource = Annotated[
     str, StringConstraints(pattern=r"^(file|none|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)$", max_length=256)
 ]
-Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
+FP8_CAPABILITY = 8.9  # compute capability of the first GPUs whose matrix units take numbers of 8 bits
 ActivationCheckpointing = Literal["none", "selective", "full"]
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "adamw8bit", "muon"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
@@ -213,12 +214,15 @@ class Training(Model):
     )
     precision: Precision = Field(
         "auto",
-        description="what is computed in: fp32, tf32, bf16, or fp16 with a scaled loss; auto: bf16 on GPUs that have "
-        "it, fp16 on older ones, fp32 on a CPU. Parameters and their moments are fp32",
+        description="what is computed in: fp32, tf32, bf16, fp16 with a scaled loss, or fp8: bf16 whose blocks have "
+        "linear layers of 8 bits, on GPUs from L4 and H100 on; auto: bf16 on GPUs that have it, fp16 on older ones, "
+        "fp32 on a CPU. Parameters are fp32",
     )
     seed: int = Field(1, ge=0, description="of weights and of the data order")
     optimizer: OptimizerName = Field(
-        "adamw", description="adamw; muon: for the matrices of the model's blocks, and adamw for the rest"
+        "adamw",
+        description="adamw; adamw8bit: with moments of 8 bits (torchao); muon: for the matrices of the model's blocks, "
+        "and adamw for the rest",
     )
     lr: float = Field(6e-3, gt=0, description="peak learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
@@ -260,6 +264,23 @@ class Training(Model):
         if self.lr_from is not None and self.lr_from >= self.lr:
             raise ValueError(
                 f"`lr_from` ({self.lr_from:g}) has to be below `lr` ({self.lr:g}), up to which the rate grows"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_whole(self) -> Training:
+        said = {"optimizer": self.optimizer, "precision": self.precision}
+        whole = {key: value for key, value in said.items() if value in ("adamw8bit", "fp8")}
+        if whole and self.tensor_parallel > 1:
+            raise ValueError(
+                f"{' and '.join(f'`{key}: {value}`' for key, value in whole.items())}: not with `tensor_parallel`, "
+                "which shares a layer's numbers among ranks. Take `strategy: fsdp` in its place, which gathers layers"
+            )
+        lora = self.options.get("lora")
+        if self.precision == "fp8" and isinstance(lora, dict) and lora.get("quantize_base"):
+            raise ValueError(
+                "`precision: fp8` computes the layers that `options.lora.quantize_base` keeps in 4 bits: take bf16, or "
+                "leave `quantize_base` out"
             )
         return self
 

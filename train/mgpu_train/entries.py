@@ -96,6 +96,17 @@ def load(path: str, kind: type[Any], key: str) -> Any:
     return found
 
 
+def of_extra(module: str, extra: str, key: str) -> Any:
+    """A module that needs packages of one of mgpu-train's extras; what it is imported for is `key` of the run file.
+
+    Raises TrainError: they are missing, or too old.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TrainError(f"{key} needs more packages, `pip install 'mgpu-train[{extra}]'`: {error}") from error
+
+
 def _add(entries: Entries[_T], point: EntryPoint, kind: type[_T]) -> None:
     try:
         entry = point.load()

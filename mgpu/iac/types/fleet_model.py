@@ -48,6 +48,7 @@ class FleetInputs(MachineKeys, Properties):
     options: dict[str, str] = Field(default={}, description="settings of this provider")
     stores: tuple[str, ...] = Field(default=(), description="object stores that machines should be near; never diffs")
     memory_gib: float = Field(default=0, ge=0, description="host memory that a machine has to have; never diffs")
+    compute_capability: float = Field(default=0, ge=0, description="the least that GPUs have to have; never diffs")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="fleet name; unique for its owner")
     owner: str = Field(min_length=1, description="owner tag of everything that costs money")
     ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")

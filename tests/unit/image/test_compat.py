@@ -8,8 +8,9 @@ import pytest
 
 from mgpu.image import compat
 from mgpu.image.compat import check, machine_code, runs_on, version
-from mgpu.image.compat_table import ARCHITECTURES, FAMILIES, GPUS, TOOLKITS, WHEELS
+from mgpu.image.compat_table import ARCHITECTURES, FAMILIES, TOOLKITS, WHEELS
 from mgpu.providers.aws.catalog import snapshot as snapshots
+from mgpu.spec.gpus import GPUS
 
 BUILDS = [(torch, cuda) for torch, builds in WHEELS.items() for cuda in builds]
 

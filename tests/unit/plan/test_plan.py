@@ -51,6 +51,31 @@ def refusal(needed: Requirements, *offers: Offer) -> NoOffer:
     return caught.value
 
 
+# --- what is computed in
+
+
+def test_gpus_that_do_not_compute_in_fp8_are_put_aside_and_unknown_ones_stay():
+    base = {
+        "name": "x", "provider": "aws", "market": "spot", "gpus_per_node": 8, "max_price_usd_per_hour": 90,
+        "max_hours": 1, "checkpoint": "none",
+    }  # fmt: skip
+    needed, other = (
+        requirements(loads(yaml.safe_dump(base | {"train": {"strategy": "fsdp", "precision": each}}), "f"))
+        for each in ("fp8", "bf16")
+    )
+    assert (needed.compute_capability, other.compute_capability) == (8.9, 0)
+    names = ("A100-80GB", "L4", "h100-80gb", "Unheard-Of", "A10G", "B200")
+    offers = [offer(provider="aws", gpu=name) for name in names]
+    found = plan(needed, offers)
+    assert [each.gpu for each in found.offers] == ["L4", "h100-80gb", "Unheard-Of", "B200"]
+    assert [each.reason for each in found.refused] == [
+        "A100-80GB has compute capability 8.0, and `train.precision` takes 8.9",
+        "A10G has compute capability 8.6, and `train.precision` takes 8.9",
+    ]
+    assert len(plan(other, offers).offers) == len(names)
+    assert "set `train.precision` to bf16" in refusal(needed, offers[0]).next_step
+
+
 # --- near the run's stores
 
 

@@ -44,6 +44,8 @@ def test_a_save_takes_twelve_bytes_of_each_parameter():
     assert room.save_gib(spec(train={"ema": 0.999})) == pytest.approx(room.save_gib(spec()) * 16 / 12)
     with_muon = room.save_gib(spec(train={"optimizer": "muon"}))
     assert 8 < with_muon * 2**30 / LLAMA_8B < 9, "one moment of the blocks' matrices, two of embedding and head"
+    eight_bit = room.save_gib(spec(train={"optimizer": "adamw8bit"}))
+    assert eight_bit * 2**30 == pytest.approx((4 + 2 * (1 + 4 / 256)) * LLAMA_8B, rel=1e-3), "two moments of a byte"
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,9 @@ def test_messages_speak_no_pydantic():
 # --- the keys together
 
 
+NO_CODE = without(without(AWS, "command"), "code")
+
+
 @pytest.mark.parametrize(
     ("text", "field", "message"),
     [
@@ -400,6 +403,17 @@ def test_messages_speak_no_pydantic():
         ),
         (edited(DEMO, "gpus_per_node", "1"), "processes_per_node", "either `gpus_per_node`"),
         (edited(DEMO, "gpu", "H100"), "gpu", "`gpus_per_node` is needed"),
+        (edited(DEMO, "train", "{precision: fp8}"), "train.precision", "fp8 is computed by GPUs: say `gpus_per_node`"),
+        (
+            edited(edited(NO_CODE, "gpu", "[h100-80gb, a100-80gb]"), "train", "{precision: fp8}"),
+            "gpu[1]",
+            "a100-80gb has compute capability 8.0, and `precision: fp8` takes 8.9",
+        ),
+        (
+            edited(edited(DEMO, "processes_per_node", "2"), "train", "{tensor_parallel: 2, optimizer: adamw8bit}"),
+            "train",
+            "`optimizer: adamw8bit`: not with `tensor_parallel`",
+        ),
         (edited(DEMO, "aws", "{}"), "aws", "settings of another provider"),
         (edited(AWS, "aws", "{tags: {Name: x}}"), "aws.tags.Name", "mgpu sets"),
         (edited(AWS, "aws", "{tags: {Cost*: x}}"), "aws.tags.Cost*", "must be letters"),

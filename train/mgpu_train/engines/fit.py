@@ -205,9 +205,10 @@ class Fit:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """The model's buffers, such as a batch norm's statistics, are as before afterwards."""
-        modules = list(self._model.modules())
-        kept = [(of, *each, each[1].clone()) for of in modules for each in of.named_buffers(recurse=False)]
+        """The model's buffers, such as a batch norm's statistics, are as before afterwards. Those of 8 bits are weights
+        that are kept small, which no pass changes and a copy would double."""
+        buffers = ((of, *each) for of in self._model.modules() for each in of.named_buffers(recurse=False))
+        kept = [(*each, each[-1].clone()) for each in buffers if each[-1].dtype not in (torch.uint8, torch.int8)]
         try:
             yield
         finally:

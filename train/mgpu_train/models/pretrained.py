@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from mgpu_train.errors import TrainError
 from mgpu_train.models.adapters import BASE, is_lora
+
+if TYPE_CHECKING:
+    from mgpu_train.models.nf4 import Nf4Linear
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")  # of a repository on the hub: all that is needed
 _EVERY, _PIECE = 1 << 20, 4096  # of each tensor so many bytes in so many make the checksum
@@ -82,9 +86,10 @@ def fill(model: Any, folder: Path, needed: Callable[[str], bool]) -> set[str]:
         found = {name: read for name, value in values.items() if (read := _named(stored, model, name, value))}
         lacks = [name for name in values if name not in found and needed(name)]
         if not lacks:
-            _read(values, found)
+            _read(model, values, found)
             return set(found)
-    if any(isinstance(value, DTensor) or value.is_meta for value in values.values()):
+    quantised = _quantised(model)
+    if any(isinstance(value, DTensor) or value.is_meta for name, value in values.items() if name not in quantised):
         raise NotImplementedError(f"`{lacks[0]}` is not stored as such")
     found = _converted(model, folder, values)
     lacks = [name for name in values if name not in found and needed(name)]
@@ -93,7 +98,7 @@ def fill(model: Any, folder: Path, needed: Callable[[str], bool]) -> set[str]:
             f"the weights in {folder} have no `{lacks[0]}` of shape {tuple(values[lacks[0]].shape)}, and {len(lacks)} "
             f"of {len(values)} are missing: they are of another model than its config.json, or `kind` is another"
         )
-    _read(values, found)
+    _read(model, values, found)
     return set(found)
 
 
@@ -107,6 +112,11 @@ def layers(model: nn.Module) -> str:
     if not sizes:
         raise TrainError(f"{type(model).__name__} has no list of layers that could be spread")
     return max(sizes, key=lambda name: (sizes[name], -len(name)))
+
+
+def frozen(model: nn.Module) -> set[str]:
+    """Names of parameters that are not learned, and of weights that are kept in 4 bits in their place."""
+    return {*(name for name, each in model.named_parameters() if not each.requires_grad), *_quantised(model)}
 
 
 def plain(name: str) -> str:
@@ -142,6 +152,14 @@ def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if not is_lora(name) and (isinstance(value, nn.Parameter) or name in saved) and name != BASE:
             yield name, value
+    for name, layer in _quantised(model).items():
+        yield name, layer.like
+
+
+def _quantised(model: nn.Module) -> Mapping[str, Nf4Linear]:
+    """Layers in 4 bits, by the names of their weights. Their module, and torchao, are not imported for it."""
+    module = sys.modules.get("mgpu_train.models.nf4")
+    return {} if module is None else module.layers(model)
 
 
 def _named(stored: Mapping[str, Any], model: Any, name: str, value: torch.Tensor) -> Read | None:
@@ -170,11 +188,15 @@ def _converted(model: Any, folder: Path, values: Iterable[str]) -> dict[str, Rea
     return {name: state[plain(name)].__getitem__ for name in values if plain(name) in state}
 
 
-def _read(values: Mapping[str, torch.Tensor], found: Mapping[str, Read]) -> None:
-    """This rank's part of each."""
+def _read(model: nn.Module, values: Mapping[str, torch.Tensor], found: Mapping[str, Read]) -> None:
+    """This rank's part of each; of a layer in 4 bits the whole, which is rounded before the next one is read."""
+    quantised = _quantised(model)
     with torch.no_grad():
         for name, read in found.items():
             value = values[name]
+            if name in quantised:
+                quantised[name].take(read((slice(None),) * value.ndim))
+                continue
             shape, offset = tuple(value.shape), (0,) * value.ndim
             if isinstance(value, DTensor):
                 shape, offset = compute_local_shape_and_global_offset(shape, value.device_mesh, value.placements)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgpu_train import entries
 from mgpu_train.checkpoint.distributed.staging import local
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
+from mgpu_train.optim.blocks import block_of, moments_bytes
 from mgpu_train.tasks.base import Layout
 
 
@@ -26,7 +28,7 @@ class Optimizers:
         for optimizer in self.each:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if isinstance(optimizer, torch.optim.AdamW):  # its kernel sees to both
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's name: its step sees to both
                 optimizer.grad_scale, optimizer.found_inf = (1 / factor).float(), skipped  # type: ignore[attr-defined]
                 optimizer.step()
             else:
@@ -39,9 +41,10 @@ class Optimizers:
 
 
 def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
-    """What `train.optimizer` says: AdamW for all, or Muon for the matrices of blocks and AdamW for the rest.
+    """What `train.optimizer` says: AdamW for all, Muon for the matrices of blocks and AdamW for the rest, or AdamW with
+    moments of 8 bits for what has blocks (`block_of`) and of 32 for the rest.
 
-    Raises TrainError: this PyTorch does not have it.
+    Raises TrainError: this PyTorch does not have it, or torchao is missing.
     """
     learned = {name: each for name, each in model.named_parameters() if each.requires_grad}
     prefixes = tuple(f"{around}{block}." for block in layout.blocks for around in ("", "module."))
@@ -50,15 +53,17 @@ def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
         for name, each in learned.items()
         if config.optimizer == "muon" and each.ndim == 2 and name.startswith(prefixes)
     ]
-    rest = learned.keys() - set(muons)
+    eights = [name for name, each in learned.items() if config.optimizer == "adamw8bit" and block_of(each.shape)]
+    rest = learned.keys() - {*muons, *eights}
     each = [_adamw([learned[name] for name in learned if name in rest], config)] if rest else []
     if muons:
         each.append(_muon([learned[name] for name in muons], config))
-    moments = {name: 1 if name in muons else 2 for name in learned}
-    whole, held = (
-        sum(moments[name] * each.numel() * each.element_size() for name, each in parts.items())
-        for parts in (learned, {name: local(each) for name, each in learned.items()})
-    )
+    if eights:
+        each.append(_eight_bit([learned[name] for name in eights], config))
+    whole = held = 0.0
+    for name, one in learned.items():
+        moments = moments_bytes(one.shape) if name in eights else (4.0 if name in muons else 8.0) * one.numel()
+        whole, held = whole + moments, held + moments * local(one).numel() / one.numel()
     return Optimizers(each, whole, held)
 
 
@@ -87,6 +92,12 @@ def _muon(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opti
         raise TrainError(f"`train.optimizer`: muon comes with PyTorch 2.9, and this is {torch.__version__}")
     given = [{"params": each} for _, each in _groups(parameters, lambda _: True)]
     return torch.optim.Muon(given, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+
+
+def _eight_bit(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """As `_adamw`, with moments of 8 bits; torchao takes 2.5 s to import."""
+    eight_bit = entries.of_extra("mgpu_train.optim.eight_bit", "torchao", "`train.optimizer`: adamw8bit")
+    return eight_bit.AdamW8bit(parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
 @torch.no_grad()

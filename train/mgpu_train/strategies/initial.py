@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
-from mgpu_train.parallel import Place, is_sharded
-from mgpu_train.strategies import memory, pipeline
+from mgpu_train.parallel import is_sharded
+from mgpu_train.strategies import fp8, memory, pipeline
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Layout, Task
 
@@ -51,7 +51,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     if not strategy.shards:
         model = whole(task, seed)
         layout = task.layout(model)
-        model = _prepare(task, model, layout, config, strategy.place)
+        model = _prepare(task, model, layout, config, strategy)
         return strategy.apply(model, layout), layout
     with torch.device("meta"), _Undrawn():
         all_of_it = model = task.model()
@@ -62,7 +62,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
         from mgpu_train.strategies import tensor  # 0.2 s, which few need
 
         tensor.share(model, layout, place)
-    model = _prepare(task, model, layout, config, place)
+    model = _prepare(task, model, layout, config, strategy)
     model = strategy.apply(model, layout)
     _make_room(model, place.device)
     try:
@@ -80,7 +80,10 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     return model, layout
 
 
-def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, place: Place) -> nn.Module:
+def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, strategy: Strategy) -> nn.Module:
+    place = strategy.place
+    if strategy.policy.fp8:
+        fp8.convert(model, layout)
     if place.device.type == "cuda" and place.dp_size > 1:  # batch norms see the whole batch
         synchronise(model)
     memory.save(model, layout, config.activation_checkpointing)

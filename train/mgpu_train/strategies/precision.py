@@ -2,7 +2,8 @@
 
 Parameters and the optimizer's state are float32 whatever the policy is. `bf16` and `fp16` compute matrix products and
 what lies between them in 16 bits, where torch's autocast does; reductions, losses and norms stay float32. Under a
-strategy that gathers shards, these are gathered in 16 bits, too.
+strategy that gathers shards, these are gathered in 16 bits, too. `fp8` is bf16 whose blocks have linear layers of 8
+bits (`mgpu_train.strategies.fp8`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_train.config import Precision
+from mgpu_train.strategies import fp8
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Policy:
 
     name: str = "fp32"
     compute: torch.dtype = torch.float32
+    fp8: bool = False  # linear layers of blocks are computed in 8 bits
     tf32: bool = False  # what is computed in float32 may lose bits of its mantissa in a GPU's matrix units
 
     @property
@@ -38,15 +41,21 @@ POLICIES = {
     "tf32": Policy("tf32", tf32=True),
     "bf16": Policy("bf16", torch.bfloat16, tf32=True),
     "fp16": Policy("fp16", torch.float16, tf32=True),
+    "fp8": Policy("fp8", torch.bfloat16, fp8=True, tf32=True),
 }
 
 
 def policy(precision: Precision, device: torch.device) -> Policy:
-    """The policy of this name; `auto` is bf16 where a GPU has it, fp16 on an older one with matrix units, else fp32."""
+    """The policy of this name; `auto` is bf16 where a GPU has it, fp16 on an older one with matrix units, else fp32.
+
+    Raises TrainError: the device does not have it.
+    """
     if precision == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
     found = POLICIES[precision]
+    if found.fp8:
+        fp8.require(device)
     return POLICIES["fp32"] if found.name == "tf32" and device.type != "cuda" else found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mgpu_train import entries
 from mgpu_train.data.documents import Document, Keys, Tokens, encode, read, split
 from mgpu_train.errors import TrainError
 from mgpu_train.models.adapters import BASE, is_lora
@@ -95,6 +96,8 @@ class HuggingFace(Task):
             ) from error
         if self.options.lora is not None:
             self._adapt(model)
+            if self.options.lora.quantize_base is not None:
+                self._quantise(model)
         return model
 
     def initialise(self, model: nn.Module) -> None:
@@ -104,7 +107,7 @@ class HuggingFace(Task):
         if not self.options.from_scratch:
             found = pretrained.fill(made, self._folder, self._needed(model))
             if new := [name for name in parameters if name not in found and not is_lora(name)]:
-                self._tell_new(new, parameters)
+                self._tell_new(new, pretrained.frozen(model))
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
         for name, value in (*parameters.items(), *model.named_buffers()):
@@ -235,14 +238,14 @@ class HuggingFace(Task):
 
     def _needed(self, model: nn.Module) -> Callable[[str], bool]:
         """What has to be stored: all, but for what a classifier has beside the layers of another model."""
-        parameters = dict(model.named_parameters())
+        names = {*dict(model.named_parameters()), *pretrained.frozen(model)}
         prefix = f"{pretrained.layers(model)}." if self.options.kind == "classifier" else ""
-        return lambda name: name in parameters and name.startswith(prefix)
+        return lambda name: name in names and name.startswith(prefix)
 
-    def _tell_new(self, names: list[str], parameters: Mapping[str, nn.Parameter]) -> None:
-        if frozen := [name for name in names if not parameters[name].requires_grad]:
+    def _tell_new(self, names: list[str], frozen: Collection[str]) -> None:
+        if left := [name for name in names if name in frozen]:
             raise TrainError(
-                f"`train.options.lora`: {self._folder} has no `{pretrained.plain(frozen[0])}`, which adapters would "
+                f"`train.options.lora`: {self._folder} has no `{pretrained.plain(left[0])}`, which adapters would "
                 "leave as it is: learn all of the model (no `lora`), or name a folder that has it"
             )
         log.info("begin anew, since %s has none: %s", self._folder, ", ".join(names))
@@ -273,6 +276,28 @@ class HuggingFace(Task):
                 parameter.requires_grad_(True)
         model.register_buffer(BASE, torch.zeros((), dtype=torch.int64))
         model.register_load_state_dict_pre_hook(self._refuse_another)
+
+    def _quantise(self, model: Any) -> None:
+        """The linear layers between embedding and head keep 4 bits a number, with an adapter or without."""
+        nf4 = entries.of_extra("mgpu_train.models.nf4", "torchao", "`train.options.lora.quantize_base`")
+        body = f"{pretrained.layers(model)}."
+        found = {
+            name: each
+            for name, each in model.named_modules()
+            if name.startswith(body) and _is_linear(each) and not each.weight.requires_grad
+        }
+        chosen = {name: each for name, each in found.items() if each.weight.numel() % nf4.BLOCK == 0}
+        if not chosen:
+            raise TrainError(
+                f"`train.options.lora.quantize_base`: {type(model).__name__} has no linear layer of a multiple of "
+                f"{nf4.BLOCK} numbers between embedding and head: leave it out"
+            )
+        for name, each in chosen.items():
+            transposed = not isinstance(each, nn.Linear)
+            model.set_submodule(name, nf4.Nf4Linear(each.weight, each.bias, transposed=transposed), strict=True)
+        whole = sum(each.weight.numel() for each in chosen.values())
+        rest = sum(each.numel() for each in model.parameters() if not each.requires_grad)
+        log.info("%.3g numbers of %d layers are kept in NF4, %.3g others in float32", whole, len(chosen), rest)
 
     def _refuse_another(self, _model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         saved = int(state[f"{prefix}{BASE}"])

@@ -23,6 +23,11 @@ class Lora(Model):
     targets: tuple[Text, ...] | None = Field(
         None, description="layers that have one, by the ends of their names: q_proj, v_proj (default: all but the head)"
     )
+    quantize_base: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: the model's linear layers between embedding and head keep 4 bits a number (QLoRA; torchao) "
+        "(default: float32)",
+    )
 
 
 class HfOptions(Model):
