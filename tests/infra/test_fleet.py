@@ -177,6 +177,38 @@ def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, 
     assert not any("z8" in each for each in made["offersConsidered"])
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("limit", "cap"), [([False, 0, 0.06], 1), ([], 0.12)])
+def test_nothing_stays_at_a_provider_that_is_left_because_its_price_has_risen(
+    here, wire, fake, tmp_path, elsewhere, limit, cap
+):
+    """The engine died after it had the machines, before they were in state; whoever takes over may have no journal."""
+    inputs = wire.inputs(here, WANTED | {"maxPriceUsdPerHour": cap})
+    first, second = (Settings(tmp_path / each, "o") for each in ("here", "there" if elsewhere else "here"))
+    called = threading.Event()
+    called.wait = lambda _=None: False
+    fleet.FleetHandler(Timeouts()).create(Call(here, first, lambda _: None, called, False), inputs)
+    stands = fake.running
+    assert len(stands) == 2
+    fake.price = 0.07
+    handler = fleet.FleetHandler(Timeouts(), ranked_up_to=limit)
+    call = Call(here, second, lambda _: None, called, False)
+    silent, listed = [Transient("no answer")], fake.list_owned
+
+    def list_owned(owner):
+        if silent:
+            raise silent.pop()
+        return listed(owner)
+
+    fake.list_owned = list_owned
+    with pytest.raises(NoOffer):
+        handler.create(call, inputs)
+    assert (fake.running, set(fake.created)) == (set(), stands)
+    fake.price = 0.05
+    _, made = handler.create(call, inputs)
+    assert made["generation"] == 2, "a token of the gang that was ended would name that one"
+
+
 def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):
     again = from_struct(wire.create(here, made[1]).properties)
     assert ids(again) == ids(made[2])

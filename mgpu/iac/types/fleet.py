@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -74,7 +75,8 @@ class FleetHandler:
         return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
 
     def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
-        """Plans, then rents the whole gang; what an interrupted create of the same generation made is adopted."""
+        """Plans, then rents the whole gang; what an interrupted create of the same generation made is adopted. Where no
+        offer fits, nothing of the fleet is left at the provider."""
         if call.preview:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
@@ -82,10 +84,11 @@ class FleetHandler:
         try:
             plan = self._planned(call, provider, wanted)
         except NoOffer:
-            if not generations.begun(call.settings.state_dir, wanted.name):
-                raise
-            # what a create that was cut off has made may be what is missing now
-            sweep(call, provider, wanted.owner, wanted.name, self._timeouts)
+            # what a create that was cut off has made, perhaps on another machine, may be what is missing now, or be of
+            # an offer that is left out by now; whoever hears NoOffer asks another provider: nothing stays here then
+            owner, name = wanted.owner, wanted.name
+            look = partial(sweep, call, provider, owner, name, self._timeouts)
+            acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait)
             plan = self._planned(call, provider, wanted)
         cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
