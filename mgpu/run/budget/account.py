@@ -162,7 +162,7 @@ def over(wanted: Limits, used: Usage, usd_per_hour: float | None) -> list[str]:
             spent = f"${used.month_usd:,.2f} of ${wanted.usd_per_month:,.2f} are spent"
             short = f"${needed - left:,.2f} too much for {duration(_LEAST_S)} of all that runs"
             found.append(f"dollars in {month(used.at)}: {spent}: {short}")
-    if found and used.unpriced:
+    if found and used.unpriced and (wanted.usd_per_hour or wanted.usd_per_month):
         found.append(f"not counted, for the price is not known: {', '.join(used.unpriced)}")
     return found
 
@@ -203,7 +203,7 @@ def let_go(run_id: str) -> None:
 
 def claim(run_id: str, usd_per_hour: Callable[[], float | None]) -> bool:
     """Claims a place for a run that is about to begin, at this price for all nodes, None: not known; False: there are
-    no limits.
+    no limits. Where none is of money, the price is not asked for.
 
     Raises:
         OverLimit: there is no room for it; nothing was claimed.
@@ -212,7 +212,8 @@ def claim(run_id: str, usd_per_hour: Callable[[], float | None]) -> bool:
     wanted = limits()
     if not wanted:
         return False
-    price, now = usd_per_hour(), time.time()
+    price = usd_per_hour() if wanted.usd_per_hour or wanted.usd_per_month else None
+    now = time.time()
 
     def claimed(kept: Mapping[str, Any] | None) -> dict[str, Any]:
         used, lives = _in_use(_claims(kept), now, run_id)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from mgpu.acquire.pauses import patiently
 from mgpu.errors import AuthError, InputError, MgpuError, NoOffer, ProviderError, RateLimited, Transient
 from mgpu.events import Emit, Warned
 from mgpu.plan import rank
@@ -13,6 +15,8 @@ from mgpu.providers import registry
 from mgpu.providers.base import other_usd_per_hour
 from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.rules import mistakes
+
+ASKED_S = 60.0  # for the price at one provider, while it is busy or does not answer
 
 
 def sellers(spec: RunSpec) -> tuple[str, ...]:
@@ -76,44 +80,48 @@ def _of(spec: RunSpec) -> Plan:
 @dataclass(frozen=True)
 class Priced:
     """The most that a fleet may cost by the hour, with what it has beside its machines, if it is of one of `providers`;
-    None: they have nothing on sale for it, as whoever tries to rent it is told. `silent`: those that do not say."""
+    None: they have nothing on sale for it, as whoever tries to rent it is told. `without`: why the others cost nobody
+    knows what."""
 
     usd_per_hour: float | None
     providers: tuple[str, ...]
-    silent: Mapping[str, MgpuError]
+    without: Mapping[str, MgpuError]
 
     def warn(self, emit: Emit) -> None:
         """Says of whom the run has to do without: for all that is known their machines may be over a limit."""
-        for name, error in self.silent.items():
-            emit(Warned(f"{name} does not say what it costs, and there are limits: the run does without: {error.what}"))
+        for name, error in self.without.items():
+            what = f"what machines of {name} cost is not known, and there are limits: the run does without"
+            emit(Warned(f"{what}: {error.what}"))
 
 
-def priced(spec: RunSpec) -> Priced:
-    """What a run file's fleet may cost, by the providers that say so. One of several that does not let this user in
-    rents out nothing.
+def priced(spec: RunSpec, cancelled: Callable[[float], bool]) -> Priced:
+    """What a run file's fleet may cost, by the providers that say so within `ASKED_S`. Of several those that do not,
+    lack credentials here, or have nothing on sale now, may have dear machines later, or elsewhere: they are left out.
+    `cancelled`: as of `patiently`.
 
     Raises:
-        ProviderError: none says what it costs, and one of them does not answer.
+        ProviderError, InputError: none says what it costs, and one of them may later; or none can be asked.
     """
-    prices, silent = list[float](), dict[str, MgpuError]()
-    for name in (names := sellers(spec)):
-        needed = rank.requirements(spec.of(name))
+    prices, without = dict[str, float](), dict[str, MgpuError]()
+    for name in sellers(spec):
         try:
-            offers, provider = _of(spec.of(name)).offers, registry.get(name, needed.provider_options)
-        except NoOffer:
-            continue
-        except (AuthError, InputError):
-            if len(names) == 1:
-                raise
-            continue
-        except ProviderError as error:
-            silent[name] = error
-            continue
-        dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
-        prices.append(dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest))
-    if silent and not prices:
-        raise next(iter(silent.values()))
-    return Priced(max(prices, default=None), tuple(name for name in names if name not in silent), silent)
+            prices[name] = patiently(partial(_dearest_usd_per_hour, spec.of(name)), ASKED_S, cancelled)
+        except (ProviderError, InputError) as error:
+            without[name] = error
+    if prices:
+        return Priced(max(prices.values()), tuple(prices), without)
+    nothing = {name: error for name, error in without.items() if isinstance(error, NoOffer)}
+    others = {name: error for name, error in without.items() if name not in nothing}
+    mute = [error for error in others.values() if not isinstance(error, AuthError | InputError)]
+    if mute or not nothing:
+        raise next(iter(mute or others.values()))
+    return Priced(None, tuple(nothing), others)
+
+
+def _dearest_usd_per_hour(spec: RunSpec) -> float:
+    needed, dearest = rank.requirements(spec), max(_of(spec).offers, key=lambda offer: offer.price_usd_per_hour)
+    beside = other_usd_per_hour(registry.get(spec.provider, needed.provider_options), needed, dearest)
+    return dearest.price_usd_per_hour * needed.nodes + beside
 
 
 def elsewhere(spec: RunSpec, provider: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,9 +55,9 @@ def launch(
 
     def price() -> float | None:
         nonlocal of
-        found = priced(spec)
+        found = priced(spec, threading.Event().wait)
         found.warn(context.emit)
-        of = found.providers if found.silent else ()
+        of = found.providers if found.without else ()
         return found.usd_per_hour
 
     def made() -> Record:

@@ -22,7 +22,16 @@ from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.acquire.pauses import patiently
 from mgpu.context import Context
-from mgpu.errors import ConnectionFailed, InputError, MgpuError, OverLimit, ProviderError, RemoteError, StackError
+from mgpu.errors import (
+    ConnectionFailed,
+    InputError,
+    Interrupted,
+    MgpuError,
+    OverLimit,
+    ProviderError,
+    RemoteError,
+    StackError,
+)
 from mgpu.events import Note, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
@@ -153,11 +162,13 @@ class _Run:
         def price() -> float | None:
             if fleet:
                 return usd_per_hour(fleet, self.record.part)
-            found[:] = [on_sale.priced(self.spec)]
+            found[:] = [on_sale.priced(self.spec, partial(paused, self.session))]
             return found[0].usd_per_hour
 
         try:
             account.claim(self.record.run_id, price)
+        except Interrupted:
+            return ""  # it was asked for while a price was: it is to end
         except OverLimit as full:
             if self.record.kept_by:  # others may begin there
                 self._leave_kept()
@@ -167,9 +178,9 @@ class _Run:
         return ""
 
     def _do_without(self, priced: on_sale.Priced) -> None:
-        """Those that do not say what they cost; the place that was claimed is one for the others' machines."""
+        """Those of whom nobody knows what they cost; the place that was claimed is one for the others' machines."""
         record = self.record
-        if not priced.silent:
+        if not priced.without:
             return
         priced.warn(self.session.emit)
         record.candidates = {name: record.candidates[name] for name in priced.providers}

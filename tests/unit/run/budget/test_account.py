@@ -50,6 +50,7 @@ def at(xdg: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         (Limits(), Usage(NOW, 1e9, ("a",), {"a": 1e9}), 1e9, []),
         (Limits(runs=2), Usage(NOW, 0, ("a",)), None, []),
         (Limits(runs=2), Usage(NOW, 0, ("a", "b")), None, ["2 runs of 2 (a, b)"]),
+        (Limits(runs=1), Usage(NOW, 0, ("a",), {"a": None}), None, ["1 run of 1 (a)"]),
         (Limits(usd_per_hour=60), Usage(NOW, 0, ("a",), {"a": 28.0}), 32.0, []),
         (
             *(Limits(usd_per_hour=60), Usage(NOW, 0, ("a",), {"a": 40.0}), 32.0),
@@ -150,8 +151,19 @@ def test_runs_that_were_begun_without_limits_count_and_what_is_over_does_not():
     assert (used.unpriced, used.month_usd) == (["begins", "theirs"], 5.0 + 2.0 + 7.0 + 3.0)
 
 
-def test_a_place_is_let_go_at_the_end_whatever_ends_it():
+def test_where_runs_alone_are_limited_nobody_is_asked_for_a_price():
+    """A provider that does not answer would keep the run from beginning, or the run from its machines."""
+    asked = list[str]()
     account.change(runs=1)
+    assert account.claim("run-1", lambda: asked.append("price") or 1.0)
+    assert (asked, account.in_use(time.time()).runs) == ([], ("run-1",))
+    account.change(usd_per_month=10.0)
+    assert account.claim("run-1", lambda: asked.append("price") or 1.0)
+    assert (asked, account.claimed_usd_per_hour("run-1")) == (["price"], 1.0)
+
+
+def test_a_place_is_let_go_at_the_end_whatever_ends_it():
+    account.change(runs=1, usd_per_hour=9.0)
     with suppress(StackError), account.place("run-1", lambda: 1.0):
         assert account.claimed_usd_per_hour("run-1") == 1.0
         raise StackError("the engine")

@@ -12,6 +12,7 @@ from mgpu.errors import (
     Interrupted,
     NoCapacity,
     NoOffer,
+    RateLimited,
     TeardownIncomplete,
     Transient,
 )
@@ -298,17 +299,88 @@ def test_a_short_silence_of_all_is_waited_for(project, clouds):
     assert project.launch().record.provider == "aws"
 
 
-def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(project, clouds):
-    spec = project.spec()
-    assert on_sale.priced(spec) == Priced(9.0, ("aws", "slurm"), {})
-    clouds["slurm"].refuses["offers"] = [silence := Transient("no answer")]
-    assert on_sale.priced(spec) == Priced(9.0, ("aws",), {"slurm": silence})
-    clouds["slurm"].refuses["offers"] = [AuthError("no credentials")]
-    assert on_sale.priced(spec) == Priced(9.0, ("aws", "slurm"), {})
-    clouds["slurm"].refuses["offers"] = [silence]
+def at_once(_seconds: float) -> bool:
+    """A wait that takes no time, and that nothing ends."""
+    return False
+
+
+def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(project, clouds, monkeypatch):
+    spec, nothing = project.spec(), list(clouds["slurm"].on_sale)
+    assert on_sale.priced(spec, at_once) == Priced(9.0, ("aws", "slurm"), {})
+    monkeypatch.setattr(on_sale, "ASKED_S", 0.0)
+    for error in (Transient("no answer"), AuthError("no credentials"), InputError("no such profile")):
+        clouds["slurm"].refuses["offers"] = [error]
+        assert on_sale.priced(spec, at_once) == Priced(9.0, ("aws",), {"slurm": error})
+    clouds["slurm"].refuses["offers"] = []
+    clouds["slurm"].on_sale.clear()
+    found = on_sale.priced(spec, at_once)
+    assert (found.usd_per_hour, found.providers, [*found.without]) == (9.0, ("aws",), ["slurm"]), "it has none now"
     clouds["aws"].on_sale.clear()
+    assert on_sale.priced(spec, at_once) == Priced(None, ("aws", "slurm"), {}), "who tries to rent it is told"
+    clouds["slurm"].refuses["offers"] = [refused := AuthError("no credentials")]
+    assert on_sale.priced(spec, at_once) == Priced(None, ("aws",), {"slurm": refused})
+    clouds["aws"].refuses["offers"] = [AuthError("none here")]
+    with pytest.raises(AuthError, match="none here"):
+        on_sale.priced(spec, at_once)
+    clouds["slurm"].refuses["offers"] = [Transient("no answer")]
+    clouds["aws"].refuses["offers"] = []
     with pytest.raises(Transient):
-        on_sale.priced(spec)
+        on_sale.priced(spec, at_once)
+    clouds["slurm"].on_sale[:] = nothing
+
+
+def test_one_busy_moment_takes_no_provider_from_a_run(project, clouds, world, monkeypatch):
+    offers, waited = clouds["aws"].offers, list[float]()
+    answers = [RateLimited("too many calls", retry_after=7.0), Transient("no answer")]
+
+    def on_sale_there(needed):
+        if answers:
+            raise answers.pop(0)
+        return offers(needed)
+
+    monkeypatch.setattr(clouds["aws"], "offers", on_sale_there)
+    found = on_sale.priced(project.spec(), lambda seconds: waited.append(seconds) or False)
+    assert found == Priced(9.0, ("aws", "slurm"), {})
+    assert (waited[0], len(waited)) == (7.0, 2)
+
+
+def test_who_ends_a_queued_run_waits_for_no_price(project, clouds, world, monkeypatch):
+    account.change(usd_per_hour=5.0)
+    queued = runs.submitted(world.run_file, project.spec(), project.context)
+
+    def silent(needed):
+        Folder(queued.run_id).stop.touch()
+        raise Transient("no answer")
+
+    for each in clouds.values():
+        monkeypatch.setattr(each, "offers", silent)
+    outcome = attach.attach(queued, project.context)
+    assert outcome is not None
+    assert (outcome.record.state, ups(world)) == (State.STOPPED, [])
+
+
+@pytest.mark.parametrize("begins", ["launched", "queued"])
+def test_a_limit_of_runs_alone_needs_no_price(project, clouds, world, begins):
+    account.change(runs=1)
+    spec = project.spec()
+    clouds["aws"].refuses["offers"] = [AuthError("not here")]
+    if begins == "launched":
+        outcome = runs.launch(world.run_file, spec, project.context)
+    else:
+        outcome = attach.attach(runs.submitted(world.run_file, spec, project.context), project.context)
+    assert outcome is not None
+    assert (outcome.record.state, [*outcome.record.candidates]) == (State.SUCCEEDED, ["aws", "slurm"])
+    assert "limits" not in str(world.of(Warned))
+
+
+@pytest.mark.parametrize("error", [AuthError("no credentials"), InputError("no such profile")])
+def test_under_a_limit_who_is_not_set_up_here_rents_nothing_for_the_run_elsewhere_either(project, clouds, world, error):
+    """Whoever takes over has the credentials: no room was claimed for those machines."""
+    account.change(usd_per_hour=5.0)
+    clouds["aws"].refuses["offers"] = [error]
+    outcome = project.launch()
+    assert (outcome.record.provider, [*outcome.record.candidates]) == ("slurm", ["slurm"])
+    assert f"does without: {error.what}" in str(world.of(Warned))
 
 
 def test_under_a_limit_whoever_does_not_say_what_it_costs_is_not_asked_for_machines(
@@ -316,6 +388,7 @@ def test_under_a_limit_whoever_does_not_say_what_it_costs_is_not_asked_for_machi
 ):
     """Nor when it answers again: no room was claimed for its dear machines."""
     account.change(usd_per_hour=5.0)
+    monkeypatch.setattr(on_sale, "ASKED_S", 0.0)
     silent, offers = iter([True]), clouds["aws"].offers
 
     def on_sale_there(needed):
@@ -328,13 +401,14 @@ def test_under_a_limit_whoever_does_not_say_what_it_costs_is_not_asked_for_machi
     outcome = project.launch("recovery: {wait_minutes: 0}")
     assert isinstance(outcome.error, NoCapacity)
     assert {*ups(world)} == {"slurm"}
-    assert "aws does not say what it costs" in str(world.of(Warned))
+    assert "what machines of aws cost is not known" in str(world.of(Warned))
     del world.hooks["up at slurm"]
     account.change(usd_per_hour=0.0)
     assert project.launch().record.provider == "aws", "without a limit as ever"
 
 
-def test_a_queued_run_does_without_who_is_silent_when_it_begins(project, clouds, world):
+def test_a_queued_run_does_without_who_is_silent_when_it_begins(project, clouds, world, monkeypatch):
+    monkeypatch.setattr(on_sale, "ASKED_S", 0.0)
     account.change(usd_per_hour=5.0)
     queued = runs.submitted(world.run_file, project.spec(), project.context)
     assert [*queued.candidates] == ["aws", "slurm"]
