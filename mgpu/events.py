@@ -144,16 +144,17 @@ class RunEnded(RunEvent):
 class RunRegressed(RunEvent):
     """The run has succeeded, and is not as its run file expects. `checks`: what is not, as `mgpu status --json` has it;
     `schedule`: whose run it is, empty: nobody's; `code`: the commit that it has trained, empty: it was sent from a
-    folder."""
+    folder; `submitted_at`: as of RunEnded."""
 
     schedule: str
     code: str
     checks: tuple[dict[str, Any], ...]
+    submitted_at: float = 0.0
 
     def identity(self) -> dict[str, Any]:
         """As of RunEnded: what its machines cost may have been checked again."""
         names = [each["metric"] for each in self.checks]
-        return {"event": "RunRegressed", "run_id": self.run_id, "attempt": self.attempt, "metrics": names}
+        return {"event": "RunRegressed", "run_id": self.run_id, "submitted_at": self.submitted_at, "metrics": names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,10 @@ class Outbox:
             path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
             path.touch()
 
+    def noted(self, ident: str) -> bool:
+        """Whether this machine has told a message while it could not be kept."""
+        return _noted(f"{self._told}{ident}")
+
     def deliver(self, tell: Callable[[Message], None]) -> bool:
         """Delivers what waits, in its order: what cannot be delivered holds up what is newer. False: somebody else is
         at it right now.

@@ -148,6 +148,8 @@ class Telling(Sink, ABC):
             try:
                 self._outbox.keep(message.id, event.at, asdict(message))
             except NotKept as lost:  # the backend is away, and who is told may be there
+                if self._outbox.noted(message.id):
+                    return
                 try:
                     self.prepare()
                     self.tell(message)

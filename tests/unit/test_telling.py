@@ -184,7 +184,7 @@ def test_a_regression_is_told_with_what_it_was_compared_with(told, service):
     assert last["title"] == f"run {RUN} succeeded, but not as expected"
     emits(told, block, REGRESSED)
     assert len(service.told) == 2
-    emits(told, block, replace(REGRESSED, schedule="", attempt=3))
+    emits(told, block, replace(REGRESSED, schedule="", submitted_at=70.0))
     assert service.messages[2]["text"].endswith(f"mgpu status {RUN}")
 
 
@@ -277,8 +277,9 @@ def test_what_was_told_while_the_backend_was_away_is_not_told_again_here(told, s
         return stat(store, key)
 
     monkeypatch.setattr(FileStore, "stat", away)
-    emits(told, block, ENDED)
-    assert len(service.told) == 1
+    for _ in range(3):  # by each pass
+        emits(told, block, ENDED)
+        assert len(service.told) == 1
     monkeypatch.setattr(FileStore, "stat", stat)
     emits(told, block, ENDED)
     tell_again(told)
@@ -291,7 +292,9 @@ def test_an_end_that_another_machine_finds_once_more_is_told_once(told, service)
     unmet = RunRegressed(RUN, 2, 9.0, schedule="nightly", code="", checks=({"metric": "loss", "said": "is 2"},))
     emits(told, block, unmet, ENDED)
     said = ({"metric": "loss", "said": "is 2.0"},)
-    emits(told, block, replace(unmet, at=80.0, checks=said), replace(ENDED, at=80.0, attempt=3, spent_usd=4.3))
+    emits(
+        told, block, replace(unmet, at=80.0, attempt=3, checks=said), replace(ENDED, at=80.0, attempt=3, spent_usd=4.3)
+    )
     assert [each["event"] for each in service.messages] == ["regression", "ended"]
     for number, other in enumerate(
         ({"state": "failed"}, {"teardown": "kept"}, {"submitted_at": 70.0}, {"exit_code": 7})

@@ -194,7 +194,15 @@ def endings(record: Record) -> Iterator[RunEvent]:
     at = record.ended_at or time.time()
     if record.unmet:
         unmet = tuple(plain(each) for each in record.unmet)
-        yield RunRegressed(record.run_id, record.attempt, at, schedule=record.schedule, code=record.code, checks=unmet)
+        yield RunRegressed(
+            record.run_id,
+            record.attempt,
+            at,
+            schedule=record.schedule,
+            code=record.code,
+            checks=unmet,
+            submitted_at=record.submitted_at or record.created_at,
+        )
     yield ended(record)
 
 

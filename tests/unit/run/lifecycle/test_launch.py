@@ -50,7 +50,7 @@ from mgpu.run.lifecycle import outcome as outcomes
 from mgpu.run.lifecycle.submit import submit
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Spent, State
+from mgpu.run.record.record import Check, Spent, State
 from mgpu.run.record.signals import Interrupts
 from mgpu.spec.model import Data
 
@@ -633,11 +633,18 @@ def test_one_submission_has_one_end_and_a_run_that_is_resumed_another(project):
     """Also where it ends as before, without another attempt: somebody is told of each."""
     project.world.hooks["up"] = StackError("the engine refuses")
     first = project.launch().record
+    first.checks = [Check("loss", met=False, said="2 > 1")]
     again = replace(first, ended_at=(first.ended_at or 0) + 60, reason="found by another machine", attempt=1)
-    assert outcomes.ended(again).identity() == outcomes.ended(first).identity()
+    regressed, over = identities(first)
+    assert identities(again) == [regressed, over]
     resumed = project.launch(resume=first).record
     assert (resumed.created_at, resumed.attempt, resumed.state) == (first.created_at, 0, first.state)
-    assert outcomes.ended(resumed).identity() != outcomes.ended(first).identity()
+    assert outcomes.ended(resumed).identity() != over
+    assert identities(replace(resumed, checks=first.checks))[0] != regressed
+
+
+def identities(ended):
+    return [event.identity() for event in outcomes.endings(ended)]
 
 
 def test_a_run_says_its_id_before_anything_else(project):
