@@ -205,6 +205,7 @@ def _record(
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],
+        newer=resume.newer if resume else {},
         store=resume.store if resume else None,
         checkpoint_id=resume.checkpoint_id if resume else None,
         checkpoint_step=resume.checkpoint_step if resume else -1,

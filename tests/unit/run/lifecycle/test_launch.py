@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import time
 from dataclasses import replace
@@ -645,6 +646,15 @@ def test_one_submission_has_one_end_and_a_run_that_is_resumed_another(project):
 
 def identities(ended):
     return [event.identity() for event in outcomes.endings(ended)]
+
+
+def test_a_run_that_is_resumed_keeps_what_a_newer_mgpu_has_written(project):
+    first = project.launch().record
+    path = Folder(first.run_id).record
+    path.write_text(path.read_text().replace("{", '{"of_tomorrow": {"a": 1},', 1))
+    resumed = project.launch(resume=record.load("last")).record
+    assert resumed.attempt == 2
+    assert json.loads(path.read_text())["of_tomorrow"] == {"a": 1}
 
 
 def test_a_run_says_its_id_before_anything_else(project):
