@@ -317,6 +317,7 @@ class Reconciler:
         survey = inventory.survey(lambda: [record for record in unsettled() if not record.settled])
         for error in survey.unused:  # credentials may be there for something else: for a store that is not the cloud's
             self._context.emit(Warned(f"it was not looked for machines where no run has any: {error.what}"))
+        survey.warn(self._context.emit)
         self._fail(error for error in survey.failures if error not in survey.unused)
         found = [fleet for fleet in survey.fleets if not fleet.used_by and not fleet.left_by]
         loose = [fleet for fleet in found if _OF_A_RUN.search(fleet.name)]

@@ -138,6 +138,7 @@ def user_of(fleet: StandingFleet) -> str:
 
 def not_asked(console: Console, survey: Survey) -> int:
     """Shows who could not be asked what is billed; returns the exit code that follows."""
+    survey.warn(console.emit)
     for error in survey.failures:
         console.error(error)
     return ProviderError.exit_code if survey.failures else 0

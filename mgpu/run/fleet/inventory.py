@@ -6,7 +6,7 @@ no fault of it. A run that neither trains nor is supervised has left them behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -14,17 +14,21 @@ from typing import Any
 
 from mgpu_train.store import NotFound
 
+from mgpu import paths
 from mgpu.backend.owner import owner
 from mgpu.errors import InputError, MgpuError
+from mgpu.events import Emit, Warned
 from mgpu.iac import tokens
 from mgpu.iac.engine import state_file
 from mgpu.iac.naming import fleet_name
+from mgpu.iac.types import generations
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, Listing, ListsReached, NodePhase
 from mgpu.run.record.record import Record, State, every, supervised
 from mgpu.spec.provider import installed
 
 _AT_ONCE = 16  # fleets that are ended at the same time
+_BEFORE = "mgpu:before"  # marks inputs that a guard's fleet does not have any more
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,20 @@ class StandingFleet:
 @dataclass(frozen=True)
 class Survey:
     """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets. `unused`:
-    those of them that no run and no stack names."""
+    those of them that no run and no stack names. `former`: by provider, why one could not be asked that is named only
+    because a stack's fleet was there before, and has left nothing that is known: no failure."""
 
     fleets: tuple[
         StandingFleet, ...
     ]  # those of one name more than once, where its machines were made one after the other
     failures: tuple[MgpuError, ...] = ()
     unused: tuple[MgpuError, ...] = ()
+    former: Mapping[str, MgpuError] = field(default_factory=dict)
+
+    def warn(self, emit: Emit) -> None:
+        """Says who of `former` could not be asked."""
+        for name, error in self.former.items():
+            emit(Warned(f"{name}, where a stack's fleet was before, cannot be asked: {error.what}"))
 
     @property
     def by_name(self) -> tuple[StandingFleet, ...]:
@@ -103,41 +114,50 @@ def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
     cannot be asked hides nothing of the others. `records`: of all runs that may have machines, oldest first."""
     tag, records = owner(), records or partial(every, fresh=True)
     before = _Users(records()[::-1])
-    accesses, failures = _accesses(before)
-    used = {provider for provider, _ in before.named}
-    unused = list[MgpuError]()
+    broken, used = installed().broken, {provider for provider, _ in before.named}
+    accesses, lost = _accesses([*((name, None) for name in registry.names()), *before.named])
+    left, former = _accesses(before.left)
+    failures, unused = [*map(_unusable, broken, broken.values()), *(error for _, error in lost)], list[MgpuError]()
     found: dict[tuple[str, ...], StandingFleet] = {}
-    with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
-        asked_of = [(access.provider, pool.submit(access.fleets, tag)) for access in accesses]
-        for provider, asked in asked_of:
+    with ThreadPoolExecutor(max(1, len(accesses | left)), thread_name_prefix="mgpu-survey") as pool:
+        asked_of = [(access, pool.submit(access.fleets, tag)) for access in accesses | left]
+        for access, asked in asked_of:
             try:
                 fleets, unseen = asked.result()
-                failures += unseen
                 for fleet in fleets:  # two ways may lead to one account
                     found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
             except MgpuError as error:
-                failures.append(error)
-                if provider not in used:
+                unseen = (error,)
+                if access in accesses and access.provider not in used:
                     unused.append(error)
+            if access in accesses:
+                failures += unseen
+            else:
+                former += ((access.provider, error) for error in unseen)
     # anew: whoever has rented meanwhile has said so before
     users = _Users(records()[::-1]) if found else None
     fleets = tuple(users.used(fleet) for fleet in found.values()) if users else ()
-    return Survey(fleets, tuple(failures), tuple(unused))
+    return Survey(fleets, tuple(failures), tuple(unused), dict(former))
 
 
-def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:
-    """Each once; and the errors of those that mean nothing to this version, or do not work."""
-    found, failures = dict[_Access, None](), list[MgpuError]()
-    for name, why in installed().broken.items():
-        what = f"provider {name} is installed, but cannot be used: what it has of yours is not seen"
-        failures.append(InputError(what, why, "Install again the package that brings it, or remove it."))
-    for provider, options in [*((name, None) for name in registry.names()), *users.named]:
+def _unusable(name: str, why: str) -> MgpuError:
+    what = f"provider {name} is installed, but cannot be used: what it has of yours is not seen"
+    return InputError(what, why, "Install again the package that brings it, or remove it.")
+
+
+def _accesses(
+    named: Iterable[tuple[str, Mapping[str, str] | None]],
+) -> tuple[dict[_Access, None], list[tuple[str, MgpuError]]]:
+    """Each once; and, by provider, the errors of those that mean nothing to this version, or do not work. Without
+    settings: where it is set up here."""
+    found, failures = dict[_Access, None](), list[tuple[str, MgpuError]]()
+    for provider, options in named:
         try:
             if options is not None or registry.get(provider).configured():
                 found[_Access.of(provider, options or {})] = None
         except MgpuError as error:
-            failures.append(error)
-    return list(found), failures
+            failures.append((provider, error))
+    return found, failures
 
 
 def _sellers(run: Record) -> Iterator[tuple[str, dict[str, str]]]:
@@ -161,8 +181,12 @@ class _Users:
         """Providers, with their settings, that may have machines of a run or a stack."""
         owing = [run for run in self._runs if run.teardown not in ("confirmed", "not ours")]
         found = [each for run in owing for each in _sellers(run)]
-        inputs = [each for each in self._inputs if "provider" in each]
-        return found + [(str(each["provider"]), _settings(each.get("options"))) for each in inputs]
+        return found + [_named(each) for each in self._inputs if "provider" in each and not _left(each)]
+
+    @property
+    def left(self) -> list[tuple[str, dict[str, str]]]:
+        """The same, where a stack's fleet was before, and nothing that it was asked for is open."""
+        return [_named(each) for each in self._inputs if "provider" in each and _left(each)]
 
     def used(self, fleet: StandingFleet) -> StandingFleet:
         """With what uses it."""
@@ -236,6 +260,18 @@ def _settings(options: Any) -> dict[str, str]:
     return {str(key): str(value) for key, value in options.items()} if isinstance(options, dict) else {}
 
 
+def _named(inputs: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    return str(inputs["provider"]), _settings(inputs.get("options"))
+
+
+def _left(inputs: dict[str, Any]) -> bool:
+    """As FleetGuard has it: it goes without the answer of one that it had before, where nothing is open."""
+    if _BEFORE not in inputs:
+        return False
+    begun = generations.begun(paths.state_dir(), str(inputs["fleet"]))
+    return not any(each.provider in ("", inputs["provider"]) for each in begun)
+
+
 def _fleets_in(key: str) -> list[dict[str, Any]] | None:
     """The inputs of a stack's fleets and guards, and those that guards had before; None: its state is damaged."""
     try:
@@ -254,4 +290,4 @@ def _earlier(resource: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a guard's fleet may have machines still: it went from there to another provider."""
     known = (resource.get("outputs") or {}).get("earlier")
     found = [each for each in known if isinstance(each, dict)] if isinstance(known, list) else []
-    return [{"fleet": resource["inputs"].get("fleet"), **each} for each in found]
+    return [{"fleet": resource["inputs"].get("fleet"), **each, _BEFORE: True} for each in found]

@@ -8,11 +8,14 @@ import threading
 import pytest
 from click.testing import CliRunner
 
+from mgpu import paths
 from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, Transient
 from mgpu.iac import tokens
+from mgpu.iac.types import generations
+from mgpu.providers import registry
 from mgpu.providers.base import Listing, NodePhase
 from mgpu.run.fleet import inventory
 from mgpu.run.lifecycle.gc import end, end_all
@@ -323,6 +326,43 @@ def test_it_is_asked_where_a_stacks_fleet_has_been_before(world, far):
     assert "theirs" in CliRunner().invoke(cli, ["ls"], standalone_mode=False).stdout
     far.capabilities = far.capabilities.model_copy(update={"account_options": frozenset({"account"})})
     assert [each.options for each in inventory.survey().fleets] == [{"account": "1"}]
+
+
+def test_where_a_stacks_fleet_has_been_before_need_not_answer_unless_something_may_be_left_there(
+    world, far, monkeypatch
+):
+    """As of an account that is closed: nothing else names it, and the stack stays for long."""
+
+    def known(name, options=None, get=registry.get):
+        if name == "gone-since":
+            raise InputError("there is no such provider")
+        return get(name, options)
+
+    monkeypatch.setattr(registry, "get", known)
+    far.is_configured = False
+    far.refuses["list_owned"] = [AuthError("the account is closed")]
+    earlier = [{"provider": name, "options": {}} for name in ("far", "gone-since")]
+    guard = {
+        "type": tokens.FLEET_GUARD,
+        "inputs": {"fleet": "theirs", "provider": "local", "options": {}},
+        "outputs": {"earlier": earlier},
+    }
+    stack_file("mine", "dev").write_text(json.dumps({"checkpoint": {"latest": {"resources": [guard]}}}))
+    for command in ("ls", "gc"):
+        done = CliRunner().invoke(cli, [command], standalone_mode=False)
+        assert done.return_value == 0
+        assert "far, where a stack's fleet was before, cannot be asked: the account is closed" in done.stderr
+        assert "gone-since, where a stack's fleet was before" in done.stderr
+    far.is_configured = True
+    assert gc().return_value == 3, "who is set up here has to answer as ever"
+    far.is_configured = False
+    journal = generations.open_journal(paths.state_dir(), "theirs")
+    journal.append("intent", token="t", offer={"provider": "far"})
+    assert gc().return_value == 3
+    journal.append("undone", token="t")
+    assert gc().return_value == 0
+    world.record("run-1", provider="far", state=State.FAILED, teardown="kept")
+    assert gc().return_value == 3, "a run may have machines there"
 
 
 def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far):
