@@ -8,7 +8,8 @@ If this was killed before that, the file measures nothing: it looks whether some
 Each process also says which test it served, which it has by its environment or by its nearest ancestor that runs tests.
 A run of all tests writes anew which slow ones `make test` never leaves out (tests/draw.py).
 
-Not measured: what a process did that ended by SIGKILL, and Python outside .venv.
+Not measured: what a process did that ended by SIGKILL, and Python outside .venv. Files that mgpu sends to others'
+machines, which run there alone, by those machines' Python, are left out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ import coverage
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".coverage.d"
 SETTINGS = FOLDER / "settings"
+SENT = [
+    ROOT / "mgpu/providers" / file for file in ("keeper.py", "hosts/on_host.py", "kubernetes/pod.py", "slurm/node.py")
+]
 PACKAGES = {"mgpu": ROOT / "mgpu", "mgpu_train": ROOT / "train/mgpu_train", "infra": ROOT / "infra"}
 SITE = Path(sysconfig.get_path("purelib"))
 HOOK = SITE / "mgpu_coverage_hook.py"
@@ -47,6 +51,7 @@ data_file = {FOLDER}/data
 sigterm = true
 patch = _exit, fork
 include = {",".join(f"{path}/*" for path in PACKAGES.values())},*/mgpu_train/*,*/infra/__main__.py
+omit = {",".join(map(str, SENT))}
 disable_warnings = include-ignored,module-not-measured,no-data-collected
 
 [paths]
