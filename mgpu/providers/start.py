@@ -47,8 +47,10 @@ def start_script(
     request: FleetRequest, user: str, *, host_key: HostKey | None = None, end: str = "", more: str = ""
 ) -> str:
     """The script for each machine of this request, the same whenever it is asked for. It begins with cloud-init's mark
-    for a boothook, which `sh` takes for a comment. What another boot has done it leaves as it is, but for the clocks:
-    the lease and `hard_cap_s` count from each boot, `ends_by` holds for all of them.
+    for a boothook, which `sh` takes for a comment. It has to run at every boot: a machine that has rebooted without it
+    has no clocks. What another boot has done it leaves as it is, but for the lease, which counts from each boot. The
+    hard cap is `ends_by`, or without one `hard_cap_s` from the first boot, by the machine's wall clock, and never more
+    than `hard_cap_s` from this boot. No user logs in by a password any more.
 
     Args:
         user: who logs in with the request's key, and may become root; made where there is none. The lease is

@@ -34,13 +34,20 @@ EOF
 
 set_clocks() { # once a boot: the lease may have been renewed since
     [ ! -s "$run/hard-cap" ] || return 0
+first_end() { # sets ends_by, where nobody has: hard_cap_s from the first boot, and no reboot prolongs it
+    machine=${INSTANCE_ID:-$(cat /sys/class/dmi/id/product_uuid 2>/dev/null)} || machine=
+    read -r ends_by of 2>/dev/null <"$lib/ends-by" || ends_by=
+    case $ends_by in '' | *[!0-9]*) of=nobody ;; esac
+    [ "$of" != "$machine" ] || return 0
+    ends_by=$(($(date +%s) + hard_cap_s)) # also where a machine image was made of another machine
+    echo "$ends_by $machine" >"$lib/ends-by.new" && mv "$lib/ends-by.new" "$lib/ends-by"
+}
+
     read -r up _ </proc/uptime
     up=${up%%.*}
-    left=$hard_cap_s
-    if [ "$ends_by" -gt 0 ]; then
-        by=$((ends_by - $(date +%s)))
-        left=$((by < left ? by : left)) # a clock that is behind prolongs nothing
-    fi
+    [ "$ends_by" -gt 0 ] || first_end
+    left=$((ends_by - $(date +%s)))
+    left=$((left < hard_cap_s ? left : hard_cap_s)) # a clock that is behind prolongs nothing
     mkdir -p "$home/.mgpu"
     echo $((up + lease_s)) >"$lease.new" && mv "$lease.new" "$lease"
     echo $((up + (left > 0 ? left : 0))) >"$run/hard-cap.new" && mv "$run/hard-cap.new" "$run/hard-cap"

@@ -200,7 +200,7 @@ def test_a_plain_machine_keeps_the_host_keys_that_its_cloud_tells_and_its_disks(
     )
     first, *names, key, left = out.splitlines()
     assert first == "plain /home/plain", "what is the cloud's own comes at the end"
-    assert names == ["same", "end.sh", "lease.sh"]
+    assert names == ["same", "end.sh", "ends-by", "lease.sh"]
     assert key == LOGIN
     assert abs(int(left.split()[0]) - HARD_CAP_S) <= 2
 
@@ -327,12 +327,40 @@ def test_several_bare_disks_become_one_file_system(boot: Boot):
     """)
     lines = out.splitlines()
     assert lines[0].startswith("mdadm --create /dev/md/mgpu")
+        [ ! -e /usr/local/lib/mgpu/ends-by ]
     assert lines[0].endswith("--raid-devices=2 /dev/nvme1n1 /dev/nvme2n1")
     assert lines[1].startswith("mkfs")
     assert lines[1].endswith("/dev/md/mgpu")
     assert lines[2:] == [
         "mount -o noatime /dev/md/mgpu /mnt/mgpu",
         "mount --bind /mnt/mgpu/mgpu-runs /home/ubuntu/runs",
+def test_no_reboot_prolongs_the_hard_cap(boot: Boot):
+    """Of a new fleet, too, whose end nobody has told the machine. What was made from an image of it is another one."""
+    out = boot(
+        """
+        printf '#!/bin/sh\\ncat /tmp/now\\n' >/usr/local/sbin/date
+        chmod 755 /usr/local/sbin/date
+        boot() {
+            echo $1 >/tmp/now
+            INSTANCE_ID=$2 sh /tmp/user-data
+            read -r up _ </proc/uptime
+            echo $(($(cat /run/mgpu/hard-cap) - ${up%%.*}))
+            kill $(cat /run/mgpu/lease.pid)
+            rm -r /run/mgpu
+        }
+        boot 1000000 i-1
+        boot 1003000 i-1
+        boot 1003600 i-1
+        boot 1003600 i-2
+        printf 'half a li' >/usr/local/lib/mgpu/ends-by
+        boot 1003600 i-2
+        """,
+        start_script(request(), "plain"),
+    )
+    left = map(int, out.split())
+    assert [round(seconds, -1) for seconds in left] == [HARD_CAP_S, 600, 0, HARD_CAP_S, HARD_CAP_S]
+
+
     ]
 
 
