@@ -55,8 +55,8 @@ def start_script(
     Args:
         user: who logs in with the request's key, and may become root; made where there is none. The lease is
             `.mgpu/lease` of its home.
-        host_key: the only one that sshd shows, until first contact replaces it (`Rekeys`); others can read it here.
-            None: the machine's own, which the provider has to tell.
+        host_key: the only one that sshd shows, until first contact replaces it (`Rekeys`); others can read it here. The
+            same for each call of one token. None: the machine's own, which the provider has to tell.
         end: lines of sh that end the machine and its bill when a clock runs out. They are called again until the
             machine is gone, and have to come back by themselves. Without: it powers itself off. No long-lived secret
             may stand here: whoever is on the machine reads it.
