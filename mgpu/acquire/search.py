@@ -292,6 +292,7 @@ class Search:
     def _undo(self, intent: Intent, handle: Handle | None) -> None:
         """Ends what the try has made, whether or not anybody has heard of it."""
         fresh = tuple(name for rank, name in enumerate(handle.ids) if rank in self.ranks and name) if handle else None
+        begun = self.clock()
         try:
             handle = handle or self._left_behind(intent)
         except ProviderError as error:
@@ -301,7 +302,6 @@ class Search:
                 CURE,
             ) from error
         if handle is not None:
-            begun = self.clock()
             destroy(
                 self.provider,
                 handle,
@@ -311,7 +311,9 @@ class Search:
                 clock=self.clock,
                 sleep=self.sleep or time.sleep,
             )
-            self.deadline += self.clock() - begun  # machines that end slowly leave the next ones as much time
+        # late listings, and machines that end slowly, leave the next ones as much time
+        longer = self.deadline + self.clock() - begun
+        self.deadline = min(longer, self.clock() + self._left_s() - ENDING_S)
 
     def _left_behind(self, intent: Intent) -> Handle | None:
         """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""

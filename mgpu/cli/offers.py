@@ -119,20 +119,14 @@ def _of_run_file(name: str, path: Path, changes: Iterable[Change]) -> dict[str, 
 
 
 def _given(names: Sequence[str], changes: Sequence[Change]) -> dict[str, dict[str, str]]:
-    """The blocks of these providers that `changes` make. Raises InputError: some are about something else."""
-    from mgpu.spec.block import flattened
-    from mgpu.spec.text.document import Document
+    """The blocks of these providers that `changes` make. Raises InputError: some are about something else, or wrong."""
+    from mgpu.spec.load import blocks
 
     if wrong := [each.given for each in changes if each.at[0] not in names or len(each.at) < 2]:
         what = f"--set {', '.join(wrong)}: no key of a block of {', '.join(names)}"
         why = "The keys of a block are those of its provider; machines are chosen by --gpu, --region and --market."
         raise InputError(what, why, f"Write `--set {names[0]}.KEY=VALUE`; `mgpu spec {names[0]}` prints the keys.")
-    document = Document("--set", {})
-    for change in changes:
-        change.make(document)
-    if document.problems:
-        raise document.error()
-    return {name: {key: flattened(value) for key, value in block.items()} for name, block in document.data.items()}
+    return {name: options.flat() for name, options in blocks(changes).items()}
 
 
 def _sellers(

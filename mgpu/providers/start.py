@@ -47,14 +47,16 @@ def start_script(
     request: FleetRequest, user: str, *, host_key: HostKey | None = None, end: str = "", more: str = ""
 ) -> str:
     """The script for each machine of this request, the same whenever it is asked for. It begins with cloud-init's mark
-    for a boothook, which `sh` takes for a comment. What another boot has done it leaves as it is, but for the clocks:
-    the lease and `hard_cap_s` count from each boot, `ends_by` holds for all of them.
+    for a boothook, which `sh` takes for a comment. It has to run at every boot: a machine that has rebooted without it
+    has no clocks. What another boot has done it leaves as it is, but for the lease, which counts from each boot. The
+    hard cap is `ends_by`, or without one `hard_cap_s` from the first boot, by the machine's wall clock, and never more
+    than `hard_cap_s` from this boot. No user logs in by a password any more.
 
     Args:
         user: who logs in with the request's key, and may become root; made where there is none. The lease is
             `.mgpu/lease` of its home.
-        host_key: the only one that sshd shows, until first contact replaces it (`Rekeys`); others can read it here.
-            None: the machine's own, which the provider has to tell.
+        host_key: the only one that sshd shows, until first contact replaces it (`Rekeys`); others can read it here. The
+            same for each call of one token. None: the machine's own, which the provider has to tell.
         end: lines of sh that end the machine and its bill when a clock runs out. They are called again until the
             machine is gone, and have to come back by themselves. Without: it powers itself off. No long-lived secret
             may stand here: whoever is on the machine reads it.

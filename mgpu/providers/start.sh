@@ -14,6 +14,8 @@ systemd=/run/systemd/system
 home=$(getent passwd "$user" | cut -d: -f6) || home=
 home=${home:-/home/$user}
 lease=$home/.mgpu/lease
+key=/etc/ssh/mgpu_host_ed25519_key
+sshd_config=/etc/ssh/sshd_config
 
 install_scripts() {
     mkdir -p "$lib" "$run"
@@ -32,15 +34,22 @@ done
 EOF
 }
 
+first_end() { # sets ends_by, where nobody has: hard_cap_s from the first boot, and no reboot prolongs it
+    machine=${INSTANCE_ID:-$(cat /sys/class/dmi/id/product_uuid 2>/dev/null)} || machine=
+    read -r ends_by of 2>/dev/null <"$lib/ends-by" || ends_by=
+    case $ends_by in '' | *[!0-9]*) of=nobody ;; esac
+    [ "$of" != "$machine" ] || return 0
+    ends_by=$(($(date +%s) + hard_cap_s)) # also where a machine image was made of another machine
+    echo "$ends_by $machine" >"$lib/ends-by.new" && mv "$lib/ends-by.new" "$lib/ends-by"
+}
+
 set_clocks() { # once a boot: the lease may have been renewed since
     [ ! -s "$run/hard-cap" ] || return 0
     read -r up _ </proc/uptime
     up=${up%%.*}
-    left=$hard_cap_s
-    if [ "$ends_by" -gt 0 ]; then
-        by=$((ends_by - $(date +%s)))
-        left=$((by < left ? by : left)) # a clock that is behind prolongs nothing
-    fi
+    [ "$ends_by" -gt 0 ] || first_end
+    left=$((ends_by - $(date +%s)))
+    left=$((left < hard_cap_s ? left : hard_cap_s)) # a clock that is behind prolongs nothing
     mkdir -p "$home/.mgpu"
     echo $((up + lease_s)) >"$lease.new" && mv "$lease.new" "$lease"
     echo $((up + (left > 0 ? left : 0))) >"$run/hard-cap.new" && mv "$run/hard-cap.new" "$run/hard-cap"
@@ -68,13 +77,18 @@ EOF
 }
 
 let_in() { # the user, and the one key that may log in
-    id "$user" >/dev/null 2>&1 || useradd -d "$home" -s /bin/bash "$user"
+    set -- "$user"
+    ! getent group "$user" >/dev/null || set -- -g "$user" "$user"
+    id "$user" >/dev/null 2>&1 || useradd -d "$home" -s /bin/bash "$@"
     mkdir -p "$home/.ssh" "$home/runs"
-    grep -qxF "$authorized_key" "$home/.ssh/authorized_keys" 2>/dev/null ||
-        printf '%s\n' "$authorized_key" >>"$home/.ssh/authorized_keys"
+    keys=$home/.ssh/authorized_keys
+    if ! grep -qxF "$authorized_key" "$keys" 2>/dev/null; then
+        [ ! -s "$keys" ] || [ ! "$(tail -c 1 "$keys")" ] || echo >>"$keys" # the last line may lack its end
+        printf '%s\n' "$authorized_key" >>"$keys"
+    fi
     chmod 700 "$home/.ssh"
-    chmod 600 "$home/.ssh/authorized_keys"
-    for path in "$home" "$home/.ssh" "$home/.ssh/authorized_keys" "$home/.mgpu" "$lease" "$home/runs"; do
+    chmod 600 "$keys"
+    for path in "$home" "$home/.ssh" "$keys" "$home/.mgpu" "$lease" "$home/runs"; do
         [ ! -e "$path" ] || chown "$user:" "$path"
     done
     # Docker, where the machine image has it: no more than sudo gives, and it is asked without a terminal
@@ -84,20 +98,34 @@ let_in() { # the user, and the one key that may log in
     mv -f /etc/sudoers.d/.mgpu /etc/sudoers.d/90-mgpu
 }
 
-show_host_key() { # ours alone, under a name that cloud-init does not make anew; one that was replaced stays
-    key=/etc/ssh/mgpu_host_ed25519_key
-    [ "$host_key" ] || return 0 # the machine's own; whoever rents it tells them
-    mkdir -p /etc/ssh/sshd_config.d
+own_host_key() { # ours alone, under a name that cloud-init does not make anew; one that was replaced stays
     if [ ! -s "$key" ]; then
         (umask 077 && printf '%s\n' "$host_key" >"$key.new")
         mv "$key.new" "$key"
     fi
     rm -f /etc/ssh/ssh_host_*_key /etc/ssh/ssh_host_*_key.pub
-    printf '%s\n' "HostKey $key" 'PasswordAuthentication no' 'KbdInteractiveAuthentication no' \
-        >/etc/ssh/sshd_config.d/00-mgpu.conf
-    sed -i 's/^[[:space:]]*HostKey[[:space:]]/#&/I' /etc/ssh/sshd_config
-    grep -qi '^[[:space:]]*Include[[:space:]]*/etc/ssh/sshd_config\.d/' /etc/ssh/sshd_config ||
-        sed -i '1i Include /etc/ssh/sshd_config.d/*.conf' /etc/ssh/sshd_config
+    [ ! -e "$sshd_config" ] || sed -i "\|^HostKey $key\$|!s/^[[:space:]]*HostKey[[:space:]]/#&/I" "$sshd_config"
+    settings="HostKey $key
+$settings"
+}
+
+set_up_sshd() { # no passwords, and the host key, where it is not the machine's own, which its cloud tells
+    settings='PasswordAuthentication no
+KbdInteractiveAuthentication no
+ChallengeResponseAuthentication no' # the third is the second's older name, and wins in sshd before 8.7
+    mkdir -p /etc/ssh/sshd_config.d
+    [ ! "$host_key" ] || own_host_key
+    first=$(sed -n '/^[[:space:]]*[^#[:space:]]/{p;q;}' "$sshd_config" 2>/dev/null) || first=
+    if [ ! -e "$sshd_config" ] || echo "$first" | grep -qi '^[[:space:]]*Include[[:space:]].*/sshd_config\.d/'; then
+        printf '%s\n' "$settings" >/etc/ssh/sshd_config.d/00-mgpu.conf
+    else # what comes first counts, and sshd before 8.2 has no Include
+        cp -p "$sshd_config" "$sshd_config.new"
+        { printf '%s\n' "$settings" && { grep -vxF "$settings" "$sshd_config" || true; }; } >"$sshd_config.new"
+        mv "$sshd_config.new" "$sshd_config"
+    fi
+    if command -v restorecon >/dev/null; then # SELinux: sshd may read files by their labels
+        restorecon "$home" && restorecon -R "$home/.ssh" /etc/ssh || true
+    fi
     if [ -d "$systemd" ]; then
         for unit in ssh.service sshd.service; do
             systemctl try-reload-or-restart --no-block "$unit" || true
@@ -111,4 +139,4 @@ install_scripts
 set_clocks
 arm
 let_in
-show_host_key
+set_up_sshd

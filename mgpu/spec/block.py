@@ -102,7 +102,7 @@ class ProviderOptions(Block):
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""
         given = self.model_dump(exclude_none=True)
-        texts = {key: flattened(value) for key, value in given.items()}
+        texts = {key: _flattened(value) for key, value in given.items()}
         return {key: text for key, text in texts.items() if text}
 
     @classmethod
@@ -129,7 +129,7 @@ def _is_block(annotation: Any) -> bool:
     return model or get_origin(annotation) is dict or any(map(_is_block, get_args(annotation)))
 
 
-def flattened(value: Any) -> str:
+def _flattened(value: Any) -> str:
     """A value of a provider's block as stacks and records keep it."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True) if value else ""
@@ -143,7 +143,7 @@ def _joined(values: Sequence[str]) -> str:
 
 
 def _parted(text: str, annotation: Any) -> Any:
-    """A value as it was before `flattened`; what cannot have come from there is left to the model to refuse."""
+    """A value as it was before `_flattened`; what cannot have come from there is left to the model to refuse."""
     if _is_list(annotation) and not text.startswith("["):
         return text.split(",")
     if not (_is_list(annotation) or _is_block(annotation)):

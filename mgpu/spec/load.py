@@ -25,11 +25,14 @@ from pydantic import ValidationError
 
 from mgpu.errors import InputError
 from mgpu.spec import command
+from mgpu.spec.block import ProviderOptions
 from mgpu.spec.model import RunSpec, is_shell
+from mgpu.spec.provider import entry
 from mgpu.spec.rules import Mistake, mistakes
 from mgpu.spec.text.change import Change
 from mgpu.spec.text.document import MAX_BYTES, Document, Where, read
 from mgpu.spec.text.wording import where, word
+from mgpu.words import count
 
 # for required keys that are missing or wrong, so that the rules can read the others
 _STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1}
@@ -114,6 +117,31 @@ def loads(text: str, path: str) -> RunSpec:
         SpecError: the text has mistakes; it holds all of them.
     """
     return _checked(read(text, path), None)
+
+
+def blocks(changes: Iterable[Change]) -> dict[str, ProviderOptions]:
+    """The blocks of providers that `--set NAME.KEY=VALUE` makes by itself, without a run file; checked as if one had
+    them.
+
+    Raises:
+        InputError: there is no such provider, or keys and values mean nothing to it: all of them.
+    """
+    document, found = Document("--set", {}), dict[str, ProviderOptions]()
+    for change in changes:
+        change.make(document)
+    for name, block in document.data.items():
+        try:
+            found[name] = entry(name).options.model_validate_json(json.dumps(block), strict=True)
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                at = (name, *each["loc"])
+                if at not in document.bad:
+                    document.problem(at, *word({**each, "loc": at}, document))
+    if document.problems:
+        why = "\n".join(map(str, document.problems))
+        cure = f"`mgpu spec {next(iter(document.data))}` prints the keys with their defaults."
+        raise InputError(f"--set: {count(len(document.problems), 'mistake')}", why, cure)
+    return found
 
 
 def require_files(spec: RunSpec, base: Path, path: str) -> None:

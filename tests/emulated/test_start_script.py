@@ -94,6 +94,23 @@ def test_the_user_logs_in_with_one_key_and_may_become_root(boot: Boot):
     assert "ubuntu ALL=(ALL) NOPASSWD:ALL" in out
 
 
+def test_nobody_logs_in_to_a_plain_machine_by_a_password(boot: Boot, require):
+    require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
+    out = boot(
+        """
+        mkdir -p /run/sshd
+        /usr/sbin/sshd -T | grep ^hostkey >/tmp/before
+        sed -i 's/^.*PasswordAuthentication .*/PasswordAuthentication yes/' /etc/ssh/sshd_config
+        sh /tmp/user-data
+        /usr/sbin/sshd -T >/tmp/after
+        grep ^hostkey /tmp/after | diff - /tmp/before
+        cat /tmp/after
+        """,
+        start_script(request(), "plain"),
+    )
+    assert {"passwordauthentication no", "kbdinteractiveauthentication no"} < set(out.splitlines())
+
+
 @pytest.mark.parametrize("docker", [True, False])
 def test_the_user_may_speak_to_docker_where_the_machine_image_has_it(boot: Boot, docker: bool):
     out = boot(f"""
@@ -106,13 +123,44 @@ def test_the_user_may_speak_to_docker_where_the_machine_image_has_it(boot: Boot,
     assert ("docker" in out.split()) == docker
 
 
-def test_sshd_shows_the_one_use_key_and_no_other(boot: Boot, require):
-    require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
+def test_the_key_stands_in_a_line_of_its_own(boot: Boot):
     out = boot("""
+        mkdir -p /home/ubuntu/.ssh
+        printf 'ssh-ed25519 AAAA theirs' >/home/ubuntu/.ssh/authorized_keys
+        sh /tmp/user-data
+        sh /tmp/user-data
+        cat /home/ubuntu/.ssh/authorized_keys
+    """)
+    assert out.splitlines() == ["ssh-ed25519 AAAA theirs", LOGIN]
+
+
+def test_a_user_is_made_also_where_there_is_a_group_of_that_name(boot: Boot):
+    out = boot(
+        """
+        groupadd admin
+        sh /tmp/user-data
+        id -ng admin
+        stat -c '%U %G' /home/admin/.ssh/authorized_keys
+        """,
+        start_script(request(), "admin"),
+    )
+    assert out.splitlines() == ["admin", "admin admin"]
+
+
+@pytest.mark.parametrize("include", ["Include /etc/ssh/sshd_config.d/*.conf", ""], ids=["sshd", "before 8.2"])
+def test_sshd_shows_the_one_use_key_and_no_other(boot: Boot, require, include: str):
+    require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
+    out = boot(f"""
         mkdir -p /run/sshd
         touch /etc/ssh/ssh_host_ed25519_key /etc/ssh/ssh_host_ed25519_key.pub
-        printf 'HostKey /etc/ssh/ssh_host_rsa_key\\nPasswordAuthentication yes\\n' >/etc/ssh/sshd_config
+        cd /etc/ssh
+        printf '# theirs\\n{include}\\nHostKey /etc/ssh/ssh_host_rsa_key\\n' >sshd_config
+        printf 'PasswordAuthentication yes\\nKbdInteractiveAuthentication yes\\n' >>sshd_config
         sh /tmp/user-data
+        cp sshd_config /tmp
+        sh /tmp/user-data
+        cmp sshd_config /tmp/sshd_config
+        grep -i ^include sshd_config || echo Include nothing
         /usr/sbin/sshd -T | grep -E '^(hostkey|passwordauthentication|kbdinteractive)'
         ssh-keygen -y -f /etc/ssh/mgpu_host_ed25519_key
         stat -c %a /etc/ssh/mgpu_host_ed25519_key
@@ -120,9 +168,26 @@ def test_sshd_shows_the_one_use_key_and_no_other(boot: Boot, require):
     """)
     assert [line for line in out.splitlines() if line.startswith("hostkey ")] == [f"hostkey {HOST_KEY_FILE}"]
     assert "passwordauthentication no" in out
+    assert "kbdinteractiveauthentication no" in out
     assert HOST_KEY.public in out
+    assert (include or "Include nothing") in out.splitlines(), "what sshd does not know it would not start with"
     assert "600" in out.splitlines()
     assert "ssh_host_ed25519_key" not in out, "the image's own are gone"
+
+
+def test_without_a_configuration_of_sshds_in_etc_ours_lies_beside(boot: Boot):
+    out = boot("rm -f /etc/ssh/sshd_config; sh /tmp/user-data; cat /etc/ssh/sshd_config.d/*; ls /etc/ssh")
+    assert f"HostKey {HOST_KEY_FILE}" in out.splitlines()
+    assert "sshd_config" not in out.splitlines()
+
+
+def test_where_selinux_is_sshd_may_read_what_was_written(boot: Boot):
+    out = boot("""
+        printf '#!/bin/sh\\necho "restorecon $*"\\n' >/usr/local/sbin/restorecon
+        chmod 755 /usr/local/sbin/restorecon
+        sh /tmp/user-data
+    """)
+    assert out.splitlines()[:2] == ["restorecon /home/ubuntu", "restorecon -R /home/ubuntu/.ssh /etc/ssh"]
 
 
 def test_the_clocks_run_with_the_lease_and_the_hard_cap(boot: Boot):
@@ -200,7 +265,7 @@ def test_a_plain_machine_keeps_the_host_keys_that_its_cloud_tells_and_its_disks(
     )
     first, *names, key, left = out.splitlines()
     assert first == "plain /home/plain", "what is the cloud's own comes at the end"
-    assert names == ["same", "end.sh", "lease.sh"]
+    assert names == ["same", "end.sh", "ends-by", "lease.sh"]
     assert key == LOGIN
     assert abs(int(left.split()[0]) - HARD_CAP_S) <= 2
 
@@ -262,10 +327,38 @@ def test_after_a_reboot_the_lease_counts_anew_and_the_replaced_key_stays(boot: B
         cat /etc/ssh/mgpu_host_ed25519_key
         stat -c %U /home/ubuntu/.mgpu/lease
         kill -0 $(cat /run/mgpu/lease.pid) && echo armed
+        [ ! -e /usr/local/lib/mgpu/ends-by ]
     """)
     left, key, owner, armed = out.split()
     assert abs(int(left) - LEASE_S) <= 2
     assert (key, owner, armed) == ("replaced", "ubuntu", "armed")
+
+
+def test_no_reboot_prolongs_the_hard_cap(boot: Boot):
+    """Of a new fleet, too, whose end nobody has told the machine. What was made from an image of it is another one."""
+    out = boot(
+        """
+        printf '#!/bin/sh\\ncat /tmp/now\\n' >/usr/local/sbin/date
+        chmod 755 /usr/local/sbin/date
+        boot() {
+            echo $1 >/tmp/now
+            INSTANCE_ID=$2 sh /tmp/user-data
+            read -r up _ </proc/uptime
+            echo $(($(cat /run/mgpu/hard-cap) - ${up%%.*}))
+            kill $(cat /run/mgpu/lease.pid)
+            rm -r /run/mgpu
+        }
+        boot 1000000 i-1
+        boot 1003000 i-1
+        boot 1003600 i-1
+        boot 1003600 i-2
+        printf 'half a li' >/usr/local/lib/mgpu/ends-by
+        boot 1003600 i-2
+        """,
+        start_script(request(), "plain"),
+    )
+    left = map(int, out.split())
+    assert [round(seconds, -1) for seconds in left] == [HARD_CAP_S, 600, 0, HARD_CAP_S, HARD_CAP_S]
 
 
 def test_with_systemd_the_clocks_are_a_unit_that_comes_back_and_sshd_waits_for_the_disks(boot: Boot):

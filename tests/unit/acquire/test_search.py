@@ -882,6 +882,27 @@ def test_a_refusal_does_not_take_back_what_may_have_been_granted_before(
     assert bench.double.billed == []
 
 
+def test_looking_for_what_a_refused_try_may_have_made_leaves_the_next_offers_their_time(bench: Bench):
+    lagging(bench, 300)
+    refused = [RateLimited("slow down"), NoCapacity("none", scope="offer")]
+    bench.double.before_create = refused * 3
+    made = bench.acquire(*(offer(f"p{number}.big") for number in range(4)))
+    assert made.offer.instance_type == "p3.big"
+    assert [refusal.reason for refusal in made.tried] == ["none"] * 3
+
+
+def test_after_such_looking_nothing_is_asked_for_past_the_fleets_hard_cap(bench: Bench):
+    handle = bench.acquire(offer()).handle
+    bench.double.machines["i-0"].phase = NodePhase.TERMINATED
+    lagging(bench, 300)
+    bench.hard_cap_at = bench.clock.now + 400
+    bench.double.before_create = [RateLimited("slow down"), NoCapacity("none", scope="offer")] * 4
+    with pytest.raises(Transient):
+        bench.repair(handle, (0,), *(offer(f"p{number}.big") for number in range(4)))
+    tried = [label.split()[1] for label in bench.double.created[1:]]
+    assert tried == ["p0.big", "p0.big", "p1.big", "p1.big"]
+
+
 def test_a_conflict_after_a_lost_answer_ends_what_was_granted_before_another_try(bench: Bench):
     lagging(bench, 30)
     bench.double.after_create = [Transient("the answer was lost")]

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mgpu.cli import cli
-from mgpu.errors import AuthError, ProviderError, Transient
+from mgpu.errors import AuthError, InputError, ProviderError, Transient
 from mgpu.plan.model import Headroom, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.aws.catalog import offers as aws_offers
@@ -215,13 +215,29 @@ def test_a_profile_is_given_to_aws_alone(mgpu: Mgpu, seller: Seller):
 
 @pytest.mark.parametrize("named", [("aws",), ()])
 def test_keys_of_a_providers_block_are_given_to_it_alone(mgpu: Mgpu, seller: Seller, named: tuple[str, ...]):
-    keys = ("--set", "aws.account=123456789012", "--set", "aws.subnet_ids=[subnet-1, subnet-2]")
+    keys = ("--set", 'aws.account="123456789012"', "--set", "aws.subnet_ids=[subnet-1, subnet-2]")
     done = mgpu(*named, *keys, "--set", "aws.disk.type=gp3")
     assert (done.exception, done.return_value) == (None, 0)
     wanted = {"account": "123456789012", "subnet_ids": "subnet-1,subnet-2", "disk": '{"type": "gp3"}'}
-    assert seller.blocks["aws"] == wanted
+    assert seller.blocks["aws"] == {**wanted, "address": "public", "network": "auto"}, "as a run file's block is"
     assert Options.of(wanted).disk is not None, "as the provider reads it"
     assert seller.blocks.get("local", {}) == {}
+
+
+def test_all_mistakes_in_keys_of_a_block_are_told_at_once_as_a_run_files_are(mgpu: Mgpu, seller: Seller):
+    wrong = ("aws.subnet_ids=[1, 2]", "aws.profile=on", "aws.acount=1", "aws.disk.iops=5", "aws.network=", "local.x=*a")
+    error = mgpu(*(word for each in wrong for word in ("--set", each))).exception
+    assert isinstance(error, InputError)
+    assert error.what == "--set: 7 mistakes"
+    assert {line.rpartition(" (did you")[0] or line for line in error.why.splitlines()} >= {
+        '--set: aws.subnet_ids[0]: text is needed, and YAML reads `1` as a number: write it in quotes, "1"',
+        '--set: aws.profile: text is needed, and YAML reads `on` as yes or no: write it in quotes, "on"',
+        "--set: aws.acount: unknown key",
+        "--set: aws.network: has no value: give one, or leave the key out",
+    }
+    assert "--set: aws.acount: unknown key (did you mean `account`?)" in error.why
+    assert "run file" not in str(error)
+    assert seller.blocks == {}
 
 
 @pytest.mark.parametrize("key", ["nodes=2", "aws=1", "gcp.zone=a", "local.python=python3"])
