@@ -68,6 +68,7 @@ RESUMED = {
     "muon-fsdp-from-muon-fsdp": ("muon-fsdp", "muon-fsdp"),
     "muon-from-muon-fsdp": ("muon-fsdp", "muon"),
     "lm-tensor-from-lm-all": ("lm-all", "lm-tensor"),
+    "lm-pipeline-from-lm-pipeline": ("lm-pipeline", "lm-pipeline"),
 }
 
 
@@ -92,6 +93,9 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Losses:
             for path in (out / name / "metrics").glob("rank-*.jsonl")
         }
         keys = ["loss", *(["grad_norm"] if kind == "step" else []), *([] if name.startswith("lm") else ["error"])]
+        if name.startswith("lm"):  # what only validation tells
+            assert {"bits_per_byte" in line for each in found.values() for line in each} == {kind == "validation"}
+            keys += ["bits_per_byte"] if kind == "validation" else []
         if kind == "validation" and "muon" in name:
             keys += ["ema_loss", "ema_error"]
         numbers = [[line[key] for line in each for key in keys] for each in found.values()]
@@ -123,5 +127,6 @@ def test_every_product_has_the_losses_of_one_process(lines, name):
 @pytest.mark.parametrize("name", RESUMED)
 def test_every_product_goes_on_from_the_checkpoint_of_another(lines, name):
     before, now = RESUMED[name]
-    expected, exact = (lines(now)[3:], now == before)
-    assert flat(lines(name)) == (flat(expected) if exact else pytest.approx(flat(expected), rel=far(now)))
+    for kind, first in (("step", 3), ("validation", -1)):
+        expected = flat(lines(now, kind)[first:])
+        assert flat(lines(name, kind)) == (expected if now == before else pytest.approx(expected, rel=far(now)))

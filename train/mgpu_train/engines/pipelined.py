@@ -32,7 +32,7 @@ class Pipelined(Plain):
         self._schedule = Schedule1F1B(stage, self._count, self._loss_of, scale_grads=False)
         self._batches: list[Batch] = []
         self._losses: dict[int, Loss] = {}  # by micro-batch
-        self._names: Names | None = None
+        self._names: dict[bool, Names] = {}  # of training, and of validation, which may tell more
         self._met = False  # stages have told each other the shapes of what they hand on
 
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
@@ -79,10 +79,10 @@ class Pipelined(Plain):
 
     def _agreed(self, sums: Sums) -> Sums:
         """With the names that the last stage has."""
-        place = self.strategy.place
-        if self._names is None:
-            self._names = next(names for names in place.gather(sums.names) if names != ((), ()))
-        return sums.named(self._names, place.device)
+        place, training = self.strategy.place, self.model.training
+        if training not in self._names:
+            self._names[training] = next(names for names in place.gather(sums.names) if names != ((), ()))
+        return sums.named(self._names[training], place.device)
 
     def _norm(self) -> Tensor:
         """Over all stages."""
