@@ -261,16 +261,23 @@ class HuggingFace(Task):
         config = peft.LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type=task
         )  # fmt: skip
+        linear = [name for name, each in model.named_modules() if _is_linear(each)]
+        refused = None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of GPT-2's layers, whose weights lie the other way round
                 peft.inject_adapter_in_model(config, model)
         except ValueError as error:
-            linear = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if _is_linear(each)})
+            refused = error
+        if config.target_parameters:  # peft has put them in place of names that layers of experts had once
+            others = config.target_modules or {name.rpartition(".")[2] for name in linear} - set(lora.targets or ())
             raise TrainError(
-                f"`train.options.lora.targets`: no layer of the model ends in one of {', '.join(lora.targets or ())}; "
-                f"there are {', '.join(linear)}"
-            ) from error
+                f"`train.options.lora.targets`: {type(model).__name__} has its experts' layers as single parameters "
+                f"({', '.join(sorted(config.target_parameters))}), which get no adapters here: name other layers, "
+                f"[{', '.join(sorted(others))}], or learn all of the model (no `lora`)"
+            ) from refused
+        if refused is not None:
+            raise TrainError(f"`train.options.lora.targets`: {_why(refused, lora.targets or (), linear)}") from refused
         for name, parameter in model.named_parameters():  # the head is new
             if self.options.kind == "classifier" and not name.startswith(f"{model.base_model_prefix}."):
                 parameter.requires_grad_(True)
@@ -310,6 +317,14 @@ class HuggingFace(Task):
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | transformers.pytorch_utils.Conv1D)
+
+
+def _why(refused: ValueError, targets: Collection[str], linear: Collection[str]) -> str:
+    """Why peft adapts nothing, where linear layers have these names."""
+    if absent := [one for one in targets if not any(f".{name}".endswith(f".{one}") for name in linear)]:
+        there = sorted({name.rpartition(".")[2] for name in linear})
+        return f"no layer of the model ends in one of {', '.join(absent)}; there are {', '.join(there)}"
+    return str(refused).partition("\n")[0]
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
