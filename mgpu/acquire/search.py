@@ -159,9 +159,10 @@ class Search:
             handle = self._create(intent, asked)
             self.journal.append("created", token=intent.token, handle=handle.model_dump(mode="json"))
             state = self._wait(handle)
-        except BaseException as error:  # noqa: BLE001 - whatever it was is undone here, and raised by _judge
-            if handle is not None or not self._made_nothing(intent, error):
-                self._undo(intent, handle)
+        except BaseException as error:  # whatever it was is undone here, and raised by _judge
+            ended = (handle is not None or not self._made_nothing(intent, error)) and self._undo(intent, handle)
+            if isinstance(error, CleanupFailed) and not ended:  # it knows of what no listing shows
+                raise TeardownIncomplete(error.what, error.why, error.next_step) from error
             self.journal.append("undone", token=intent.token, why=str(error))
             self._judge(intent, error)
             return None
@@ -289,8 +290,8 @@ class Search:
         seconds = max(0.0, min(seconds, self.deadline - self.clock()))
         (self.sleep or self.cancelled.wait)(seconds)
 
-    def _undo(self, intent: Intent, handle: Handle | None) -> None:
-        """Ends what the try has made, whether or not anybody has heard of it."""
+    def _undo(self, intent: Intent, handle: Handle | None) -> bool:
+        """Ends what the try has made, whether or not anybody has heard of it; False: there is nothing."""
         fresh = tuple(name for rank, name in enumerate(handle.ids) if rank in self.ranks and name) if handle else None
         try:
             handle = handle or self._left_behind(intent)
@@ -312,6 +313,7 @@ class Search:
                 sleep=self.sleep or time.sleep,
             )
             self.deadline += self.clock() - begun  # machines that end slowly leave the next ones as much time
+        return handle is not None
 
     def _left_behind(self, intent: Intent) -> Handle | None:
         """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""
@@ -339,12 +341,13 @@ class Search:
             return False
         if isinstance(error, Conflict):
             return intent.token not in self.earlier
-        return isinstance(error, ProviderError) and not isinstance(error, (Transient, RateLimited, AmbiguousCreate))
+        left = (Transient, RateLimited, AmbiguousCreate, CleanupFailed)
+        return isinstance(error, ProviderError) and not isinstance(error, left)
 
     def _judge(self, intent: Intent, error: BaseException) -> None:
         """Notes a refusal and what it blocks; raises what ends the search."""
-        if isinstance(error, CleanupFailed):
-            raise TeardownIncomplete(error.what, error.why, error.next_step) from error
+        if isinstance(error, CleanupFailed):  # what was left is ended by now: what counts is why it was not to be had
+            error = error.__cause__ or error
         refused = error if isinstance(error, REFUSED) else None
         passing = isinstance(error, Lost) or (isinstance(error, Conflict) and not self._lives(intent))
         if refused is None and not passing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from mgpu.errors import CleanupFailed, InvalidRequest, PermissionDenied, ProviderError
+from mgpu.errors import InvalidRequest, PermissionDenied
 from mgpu.plan.model import Offer
 from mgpu.providers.base import Finding, FleetRequest
 from mgpu.providers.kubernetes import manifest
@@ -47,16 +47,14 @@ def pool(place: Place, request: FleetRequest, offer: Offer, token: str, wanted: 
     return {**about, "metadata": meta | {"name": manifest.name(token)}, "spec": spec}
 
 
-def make(place: Place, wanted: Json, *, dry: bool = False) -> bool:
-    """Makes it; False: there is one. Raises ProviderError; after Transient the same call comes again."""
+def make(place: Place, wanted: Json, *, dry: bool = False) -> None:
+    """Makes it, if there is none. Raises ProviderError; after Transient the same call comes again."""
     try:
-        _ = place.cluster.post(PATH, wanted, dryRun="All") if dry else place.cluster.post(PATH, wanted)
-    except Exists:
-        return False
+        with suppress(Exists):
+            place.cluster.post(PATH, wanted, **({"dryRun": "All"} if dry else {}))
     except Missing as error:
         cure = "Leave `kubernetes.node_pool` out: `kubernetes.node_selector` says which nodes."
         raise InvalidRequest("kubernetes: this cluster is none of CoreWeave's", str(error), cure) from error
-    return True
 
 
 def find(place: Place, token: str, *, known: bool = False) -> Json | None:
@@ -85,15 +83,6 @@ def delete(place: Place, token: str) -> None:
     """Asks for its end; absent is success."""
     with suppress(Missing):
         place.cluster.delete(f"{PATH}/{manifest.name(token)}", {})
-
-
-def undo(place: Place, token: str, why: Exception) -> None:
-    """Deletes the pool of a gang that was refused. Raises CleanupFailed: it may go on to cost money."""
-    try:
-        delete(place, token)
-    except (Exists, ProviderError) as error:
-        what = f"kubernetes: node pool {manifest.name(token)} was made, and could not be deleted"
-        raise CleanupFailed(what, f"{why}; {error}", f"`kubectl delete nodepool {manifest.name(token)}`") from error
 
 
 def said(found: Json) -> str:

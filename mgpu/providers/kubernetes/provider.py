@@ -20,6 +20,7 @@ from typing import Any
 from mgpu.errors import (
     AmbiguousCreate,
     AuthError,
+    CleanupFailed,
     Conflict,
     InvalidRequest,
     NoOffer,
@@ -107,6 +108,7 @@ class KubernetesProvider(Provider):
             Conflict: the token was used with other parameters, or given up.
             AmbiguousCreate: the answer was lost; `find` knows.
             QuotaExceeded, PermissionDenied, InvalidRequest: the API server refused.
+            CleanupFailed: it refused the Job, and its node pool is there.
         """
         place = self._place(offer.region)
         if not request.image:
@@ -114,14 +116,17 @@ class KubernetesProvider(Provider):
         options = self._of(request.requirements)
         wanted = manifest.job(request, offer, token, options)
         pool = options.node_pool
-        fresh = bool(pool) and node_pool.make(place, node_pool.pool(place, request, offer, token, pool))
+        if pool:
+            node_pool.make(place, node_pool.pool(place, request, offer, token, pool))
         try:
             made = self._made(place, wanted, token, request.digest(offer))
         except (Transient, AmbiguousCreate, RateLimited):
             raise
         except ProviderError as error:
-            if fresh or (pool and not isinstance(error, Conflict)):  # else it may be of another's gang
-                node_pool.undo(place, token, error)
+            theirs = isinstance(error, Conflict) and not Gang(place.job(token), ()).over
+            if pool and not theirs:
+                what = f"kubernetes: node pool {manifest.name(token)} was made for a gang that is refused"
+                raise CleanupFailed(what, str(error), f"`kubectl delete nodepool {manifest.name(token)}`") from error
             raise
         return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
 

@@ -5,9 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.kube.scripted import JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
+from fakes.clock import Clock
+from fakes.kube.scripted import EVENTS, JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
+from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import CleanupFailed, Conflict, InvalidRequest, PermissionDenied, SpecError, Transient
+from mgpu import acquire
+from mgpu.errors import (
+    AmbiguousCreate,
+    CleanupFailed,
+    Conflict,
+    InvalidRequest,
+    PermissionDenied,
+    ProviderError,
+    QuotaExceeded,
+    RateLimited,
+    SpecError,
+    Transient,
+)
+from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import FleetRequest, Intent, NodePhase
 from mgpu.providers.kubernetes import manifest, node_pool, offered
@@ -72,33 +87,61 @@ def test_a_pool_is_made_first_and_the_gangs_pods_come_to_its_nodes_alone():
     assert "affinity" not in pod, "an instance type is no product of NVIDIA's"
 
 
-def test_a_gang_that_is_refused_leaves_no_pool():
-    denied = PermissionDenied("POST", "cannot create jobs")
-    looks, cluster = provider(answered(denied))
-    with pytest.raises(PermissionDenied):
+def living(answers: dict[str, Any]) -> Scripted:
+    """A cluster that keeps the pool that is made, until it is deleted; the first two DELETEs get no answer."""
+
+    class Living(Scripted):
+        lost = 2
+
+        def post(self, path: str, body: Any, **query: Any) -> Any:
+            if path == node_pool.PATH:
+                self.answers[f"{path}/{body['metadata']['name']}"] = {
+                    **body,
+                    "metadata": body["metadata"] | {"creationTimestamp": stamp(NOW)},
+                }
+            return super().post(path, body, **query)
+
+        def delete(self, path: str, body: Any) -> None:
+            super().delete(path, body)
+            self.lost -= 1
+            if self.lost >= 0:
+                raise Transient("no answer")
+            del self.answers[path]
+
+    return Living({PODS: {"items": []}, EVENTS: {"items": []}, **answers})
+
+
+@pytest.mark.parametrize(
+    "refusal", [PermissionDenied("POST", "cannot create jobs"), QuotaExceeded("POST", "count/jobs.batch=1")]
+)
+def test_a_gang_that_is_refused_leaves_no_pool_whatever_answers_are_lost(tmp_path, refusal: ProviderError):
+    cluster: Any = living(answered(refusal))
+    clock = Clock()
+    looks = KubernetesProvider(OPTIONS.flat(), cluster=lambda _: cluster, clock=lambda: NOW)
+    request, offer = pooled()
+    with Journal(tmp_path / "journal") as entries, pytest.raises(type(refusal)):
+        acquire.acquire(looks, request, (offer,), entries, timeouts=Timeouts(), clock=clock, sleep=clock.sleep)
+    deleted = [path for verb, path, _ in cluster.sent if verb == "DELETE"]
+    assert deleted == [f"{node_pool.PATH}/{cluster.sent[0][2]['metadata']['name']}"] * 3
+
+
+@pytest.mark.parametrize("passing", [Transient("no answer"), AmbiguousCreate("no answer"), RateLimited("429")])
+def test_a_gang_whose_job_may_come_yet_keeps_its_pool(passing: ProviderError):
+    looks, cluster = provider(answered(passing))
+    with pytest.raises(type(passing)):  # the same call comes again
         looks.create(*pooled(), TOKEN)
-    assert cluster.sent[-1][:2] == ("DELETE", POOL)
-    looks, _ = provider({**answered(denied), f"DELETE {POOL}": Transient("no answer")})
-    with pytest.raises(CleanupFailed, match="could not be deleted"):
-        looks.create(*pooled(), TOKEN)
-    looks, cluster = provider(answered(Transient("no answer")))
-    with pytest.raises(Transient):  # the same call comes again
-        looks.create(*pooled(), TOKEN)
-    assert ("DELETE", POOL, {}) not in cluster.sent
+    assert [path for _, path, _ in cluster.sent] == [node_pool.PATH, JOBS]
 
 
 def test_the_pool_of_another_gang_with_this_token_is_left_alone():
-    answers = {**answered(Exists("there")), f"POST {node_pool.PATH}": Exists("there")}
-    answers |= {f"{JOBS}/mgpu-{TOKEN}": {"metadata": {"annotations": {manifest.DIGEST: "another"}}}}
-    looks, cluster = provider(answers)
+    others = manifest.job(*pooled(), TOKEN, OPTIONS)
+    others["metadata"]["annotations"][manifest.DIGEST] = "another"
+    answers = {**answered(Exists("there")), f"{JOBS}/mgpu-{TOKEN}": others}
     with pytest.raises(Conflict):
-        looks.create(*pooled(), TOKEN)
-    assert ("DELETE", POOL, {}) not in cluster.sent
-    del answers[f"POST {node_pool.PATH}"]  # the token was given up, and this call was late
-    looks, cluster = provider(answers)
-    with pytest.raises(Conflict):
-        looks.create(*pooled(), TOKEN)
-    assert cluster.sent[-1][:2] == ("DELETE", POOL)
+        provider(answers)[0].create(*pooled(), TOKEN)
+    answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, {}, {})  # it was given up, and this call was late
+    with pytest.raises(CleanupFailed, match="node pool"):
+        provider(answers)[0].create(*pooled(), TOKEN)
 
 
 def test_a_pool_without_a_job_is_found_listed_and_given_back():
