@@ -51,6 +51,7 @@ class Pod:
         told = json.loads(about["annotations"][manifest.ABOUT])
         self._ends_by: float = told["ends_by"]
         self.price_usd_per_hour: float | None = told.get("price_usd_per_hour")  # an older version's had none
+        self.pooled: bool | None = told.get("pooled")
         self.version: str = about["resourceVersion"]
         self.finalizers: list[str] = about.get("finalizers", [])
         self.node: str = self._spec.get("nodeName", "")
@@ -165,10 +166,11 @@ class Gang:
 
     @property
     def pooled(self) -> bool | None:
-        """Whether a node pool was made for it; None: nobody knows any more."""
-        if self.job is None or self.given_up:
-            return None
-        return manifest.TOKEN in self.job["spec"]["template"]["spec"].get("nodeSelector", {})
+        """Whether a node pool was made for it, by what its Job, the one in its place, or a pod carries; None: nobody
+        knows."""
+        if self.job is None:
+            return next((pod.pooled for pod in self.pods), None)
+        return json.loads(self.job["metadata"].get("annotations", {}).get(manifest.ABOUT, "{}")).get("pooled")
 
     @property
     def deadline_s(self) -> float | None:

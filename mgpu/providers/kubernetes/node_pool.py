@@ -2,7 +2,8 @@
 
 Kind, fields and classes are those of CoreWeave's reference (docs.coreweave.com/products/cks/reference/node-pool). A
 pool is in no namespace. Its nodes carry the gang's token as a label, which its pods select. CoreWeave's autoscaler is
-on, down to no node: where nobody is left to delete the pool, its nodes go once the pods have ended by their own clocks.
+on, down to no node, except for racks: where nobody is left to delete the pool, its nodes go once the pods have ended by
+their own clocks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mgpu.providers.kubernetes.options import NodePool
 GROUP, PLURAL = "compute.coreweave.com", "nodepools"
 PATH = f"/apis/{GROUP}/v1alpha1/{PLURAL}"
 NAMESPACE = f"{manifest.DOMAIN}/namespace"
+_RACKS = ("gb200", "gb300")  # instance types that come as racks: CoreWeave scales none of them by itself
 VERBS = ("create", "get", "list", "delete")
 
 
@@ -32,17 +34,16 @@ def role() -> Json:
 
 def pool(place: Place, request: FleetRequest, offer: Offer, token: str, wanted: NodePool) -> Json:
     """The pool of a gang."""
-    nodes, meta = request.requirements.nodes, manifest.about(request, offer, token)
+    nodes, meta = request.requirements.nodes, manifest.about(request, offer, token, pooled=True)
     meta["labels"][NAMESPACE] = place.namespace
-    spec = {
+    spec: Json = {
         "computeClass": wanted.compute_class,
         "instanceType": wanted.instance_type,
-        "autoscaling": True,
-        "minNodes": 0,
-        "maxNodes": nodes,
         "targetNodes": nodes,
         "nodeLabels": {manifest.TOKEN: token},
     }
+    if not wanted.instance_type.casefold().startswith(_RACKS):
+        spec |= {"autoscaling": True, "minNodes": 0, "maxNodes": nodes}
     about = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "NodePool"}
     return {**about, "metadata": meta | {"name": manifest.name(token)}, "spec": spec}
 
@@ -51,7 +52,7 @@ def make(place: Place, wanted: Json, *, dry: bool = False) -> None:
     """Makes it, if there is none. Raises ProviderError; after Transient the same call comes again."""
     try:
         with suppress(Exists):
-            place.cluster.post(PATH, wanted, **({"dryRun": "All"} if dry else {}))
+            _ = place.cluster.post(PATH, wanted, dryRun="All") if dry else place.cluster.post(PATH, wanted)
     except Missing as error:
         cure = "Leave `kubernetes.node_pool` out: `kubernetes.node_selector` says which nodes."
         raise InvalidRequest("kubernetes: this cluster is none of CoreWeave's", str(error), cure) from error
@@ -70,12 +71,17 @@ def find(place: Place, token: str, *, known: bool = False) -> Json | None:
         return None
 
 
-def owned(place: Place, owner: str) -> list[Json]:
-    """All pools of an owner's gangs in this namespace; none where the cluster, or this user, has no pools."""
+def owned(place: Place, owner: str, *, known: bool) -> list[Json]:
+    """All pools of an owner's gangs in this namespace; none where the cluster has no such thing, or this user may see
+    none. `known`: as in `find`."""
     selector = f"{manifest.OWNER}={manifest.labelled(owner)},{NAMESPACE}={place.namespace}"
     try:
         return place.cluster.get(PATH, labelSelector=selector)["items"]
-    except (Missing, PermissionDenied):
+    except Missing:
+        return []
+    except PermissionDenied:
+        if known:
+            raise
         return []
 
 

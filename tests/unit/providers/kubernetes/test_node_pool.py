@@ -85,6 +85,19 @@ def test_a_pool_is_made_first_and_the_gangs_pods_come_to_its_nodes_alone():
     pod = job["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {manifest.TOKEN: TOKEN}
     assert "affinity" not in pod, "an instance type is no product of NVIDIA's"
+    spot = {"key": "qos.coreweave.cloud/interruptable", "operator": "Exists", "effect": "NoExecute"}
+    assert pod["tolerations"] == [spot]
+
+
+@pytest.mark.parametrize(("kind", "scales"), [("gb200-4x", False), ("GB300-4x", False), (KIND, True)])
+def test_a_pool_on_demand_has_no_taint_of_spots_and_racks_are_not_scaled(kind: str, scales: bool):
+    options = KubernetesOptions.model_validate({"node_pool": {"instance_type": kind}})
+    cluster: Any = Scripted(answered())
+    KubernetesProvider(options.flat(), cluster=lambda _: cluster).create(*asked(kind), TOKEN)
+    (_, _, made), (_, _, job) = cluster.sent
+    assert job["spec"]["template"]["spec"]["tolerations"] == []
+    assert made["spec"]["targetNodes"] == 3
+    assert [made["spec"].get(each) for each in ("autoscaling", "minNodes")] == ([True, 0] if scales else [None, None])
 
 
 def living(answers: dict[str, Any]) -> Scripted:
@@ -172,7 +185,8 @@ def test_a_gang_is_gone_when_its_pool_is(begun: bool):
         conditions = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
         answers[f"{JOBS}/mgpu-{TOKEN}"]["status"] = {"conditions": conditions}
     else:  # and an empty Job is in its place
-        answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, {}, {})
+        given_up = answers[f"{JOBS}/mgpu-{TOKEN}"]["metadata"]
+        answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, given_up["labels"], given_up["annotations"])
     looks, cluster = provider(answers)
     assert not looks.destroy(handle)
     assert ("DELETE", POOL, {}) in cluster.sent
@@ -201,11 +215,41 @@ def test_a_pool_that_nobody_may_see_any_more_is_not_taken_for_gone():
     answers[POOL] = PermissionDenied("GET", "nodepools is forbidden")
     with pytest.raises(PermissionDenied):
         provider(answers)[0].destroy(handle)
-    unpooled, handle = gang_of([])
     denied = {POOL: answers[POOL], node_pool.PATH: answers[POOL]}
-    looks, _ = provider(unpooled | denied)
+
+    def both(there: dict[str, Any], **options: str) -> KubernetesProvider:
+        cluster: Any = Scripted(there | denied)
+        return KubernetesProvider(options, cluster=lambda _: cluster, clock=lambda: NOW)
+
+    meta = answers[f"{JOBS}/mgpu-{TOKEN}"]["metadata"]
+    given_up = {f"{JOBS}/mgpu-{TOKEN}": manifest.stone(TOKEN, {}, meta["annotations"])}
+    for whoever in (both(answers), both(answers | given_up)):  # that have no run file: `mgpu ls`
+        for call, what in ((whoever.describe, handle), (whoever.destroy, handle), (whoever.list_owned, OWNER)):
+            with pytest.raises(PermissionDenied):
+                call(what)
+    nothing = {JOBS: {"items": []}, PODS: {"items": []}}  # is known any more but the run file
+    asks = both(nothing, **OPTIONS.flat())
+    for call in (lambda: asks.find(intent()), lambda: asks.describe(handle), lambda: asks.list_owned(OWNER)):
+        with pytest.raises(PermissionDenied):
+            call()
+    assert both(nothing).list_owned(OWNER) == ()
+    unpooled, handle = gang_of([])
+    looks = both(unpooled)
     assert [each.token for each in looks.list_owned(OWNER)] == [TOKEN], "most clusters have none, and no right to them"
     assert looks.describe(handle).nodes[0].phase is NodePhase.PENDING
+
+
+def test_a_gang_whose_pods_are_on_their_way_out_is_billed_as_long_as_its_pool_is_there():
+    silent = {**RUNNING, "phase": "Failed", "reason": "NodeLost"}  # by a controller's word
+    answers, handle = gang_of([silent] * 3, OPTIONS)
+    assert [node.phase for node in provider(answers)[0].describe(handle).nodes] == [NodePhase.ENDING] * 3
+    nodes = provider({**answers, POOL: pool()})[0].describe(handle).nodes
+    assert [(node.phase, "NodeLost" in node.reason) for node in nodes] == [(NodePhase.STOPPING, True)] * 3
+
+
+def test_only_nodes_that_go_with_the_gang_are_waited_for_so_long():
+    assert provider({})[0].capabilities.end_s == 900
+    assert KubernetesProvider({}).capabilities.end_s == 120
 
 
 def test_the_offer_is_the_instance_type_as_it_is_bought():
@@ -235,3 +279,5 @@ def test_the_block_is_checked():
     with pytest.raises(SpecError, match="market: is spot with"):
         loads(text + spot, "f")
     assert loads(text + spot + "market: spot\n", "f").market == "spot"
+    with pytest.raises(SpecError, match="cost money while `queue` holds the pods back"):
+        loads(text + "kubernetes: {queue: team-a, node_pool: {instance_type: x}}\n", "f")
