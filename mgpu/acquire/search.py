@@ -210,12 +210,13 @@ class Search:
             raise
 
     def _wait(self, handle: Handle) -> FleetState:
-        trouble = ""
+        trouble = told = ""
         begun = self.clock()
         for pause in pauses(self.timeouts.describe_every_s):
             state = self._insist(lambda: self.provider.describe(handle), trouble)
             asked = self._asked_of(state)
-            queued = self._queued(asked, begun, told=trouble)
+            queued = self._queued(asked, begun, told)
+            told = queued or told
             trouble = next((node.reason for node in asked.nodes if node.reason), "")
             if asked.ready:
                 if self.meet is None:
@@ -230,12 +231,13 @@ class Search:
             self._pause(max(pause, often))
         raise AssertionError("the pauses never end")
 
-    def _queued(self, asked: FleetState, begun: float, told: str) -> bool:
-        """Whether nodes wait in the provider's queue: their time to come up has not begun, and the queue has a deadline
-        of its own, from `begun`. Raises NoCapacity: it is over."""
+    def _queued(self, asked: FleetState, begun: float, told: str) -> str:
+        """What nodes wait for in the provider's queue, which is said unless it was `told` last; empty: none does. Their
+        time to come up has not begun, and the queue has a deadline of its own, from `begun`. Raises NoCapacity: it is
+        over."""
         reason = next((node.reason or "queued" for node in asked.nodes if node.queued), "")
         if not reason:
-            return False
+            return ""
         queue_s = self.provider.queue_s()
         left_s = min(begun + queue_s, self.begun + GANGS * queue_s) - self.clock()
         if left_s <= 0:
@@ -246,7 +248,7 @@ class Search:
         if reason != told:
             self.emit(Note(f"in the queue ({reason}); waiting for {left_s / 60:.0f} min at most"))
         self._allow(self.timeouts.provision_s)
-        return True
+        return reason
 
     def _asked_of(self, state: FleetState) -> FleetState:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted; NoOffer where

@@ -1243,6 +1243,23 @@ def test_a_queue_that_admits_after_an_hour_is_waited_for_under_a_deadline_of_its
     ]
 
 
+def test_what_the_queue_says_is_told_once_whatever_the_nodes_say_that_wait_in_none(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 3600, 2 * 3600
+    describe = bench.double.describe
+
+    def first_has_room(handle: Handle) -> FleetState:
+        first, second = describe(handle).nodes
+        if second.queued:
+            first = first.model_copy(update={"queued": False, "reason": "ContainerCreating"})
+        return FleetState(nodes=(first, second))
+
+    bench.double.describe = first_has_room
+    bench.acquire(offer())
+    assert [event.text for event in bench.events if isinstance(event, Note)] == [
+        "in the queue (Priority); waiting for 120 min at most"
+    ]
+
+
 def test_a_queue_that_does_not_admit_in_time_is_left_and_the_next_offer_is_asked(bench: Bench):
     bench.double.queued_for_s, bench.double.queue_limit_s = 3600, 600
     with pytest.raises(NoCapacity) as caught:
