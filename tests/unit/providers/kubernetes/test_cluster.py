@@ -103,6 +103,17 @@ def test_what_was_killed_with_all_that_belongs_to_it_is_swept_by_the_next_one(ku
         ("Could not connect to the endpoint URL: https://portal.sso.us-east-1.amazonaws.com", Transient),
         ("dial tcp: lookup oauth2.googleapis.com: i/o timeout", Transient),
         ("[Errno -3] Temporary failure in name resolution", Transient),
+        ("ERROR: (gcloud.auth) token endpoint: context deadline exceeded", Transient),
+        ("Authentication failed: the identity provider is temporarily unavailable", Transient),
+        ("AADSTS90033: login.example answers 503 Service Unavailable", Transient),
+        (
+            "An error occurred (ThrottlingException) when calling AssumeRole: Rate exceeded, not authenticated",
+            Transient,
+        ),
+        ("429 Too Many Requests: no credentials for now", Transient),
+        ("fetching the token failed: permission denied by rate", Transient),
+        ("the host was not found", Transient),
+        ("The token has expired after 5000 s", AuthError),
         ("", Transient),  # nobody knows; whoever asks again is told again
         ("Error loading SSO Token: Token for me does not exist", AuthError),
         ("The SSO session associated with this profile has expired or is otherwise invalid", AuthError),
