@@ -20,7 +20,7 @@ import pytest
 from mgpu_train.agent.machine import procs
 from waiting import until
 
-from mgpu.errors import AuthError, InvalidRequest, Transient
+from mgpu.errors import AmbiguousCreate, AuthError, InvalidRequest, Transient
 from mgpu.providers.kubernetes import cluster
 from mgpu.providers.kubernetes.cluster import Access, Cluster, close_all, refused
 
@@ -94,7 +94,25 @@ def test_what_was_killed_with_all_that_belongs_to_it_is_swept_by_the_next_one(ku
         subprocess.run(["rm", "-rf", folder], check=True)
 
 
+def test_folders_of_other_users_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left, long_ago = tmp_path / "mgpu-kube-left", time.time() - 3600
+    left.mkdir()
+    os.utime(left, (long_ago, long_ago))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
+        cluster._sweep(tmp_path)
+    assert left.exists()
+    cluster._sweep(tmp_path)
+    assert not left.exists()
+
+
 # --- what it says
+
+
+def test_a_create_that_the_helper_kept_from_the_api_server_has_made_nothing():
+    error = refused("what", 502, json.dumps({"message": HELPER}), lost=AmbiguousCreate, said=lambda: "i/o timeout")
+    assert type(error) is Transient
+    assert type(refused("what", 502, "bad gateway", lost=AmbiguousCreate)) is AmbiguousCreate
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,16 @@ def test_a_pool_without_a_job_is_found_listed_and_given_back():
     assert looks.destroy(found)
 
 
+def test_pools_of_other_owners_and_namespaces_are_not_listed():
+    ours, elsewhere = pool(), pool()
+    elsewhere["metadata"]["labels"][node_pool.NAMESPACE] = "other"
+    elsewhere["metadata"]["labels"][manifest.TOKEN] = "e" * 40
+    answers = {node_pool.PATH: {"items": [ours, elsewhere]}, JOBS: {"items": []}, PODS: {"items": []}}
+    looks, _ = provider(answers)
+    assert [each.token for each in looks.list_owned(OWNER)] == [TOKEN]
+    assert looks.list_owned("another") == ()
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_gang_is_gone_when_its_pool_is(begun: bool):
     answers, handle = gang_of([], OPTIONS)
