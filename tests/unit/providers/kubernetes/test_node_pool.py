@@ -233,7 +233,10 @@ def test_a_pool_that_nobody_may_see_any_more_is_not_taken_for_gone():
 
     meta = answers[f"{JOBS}/mgpu-{TOKEN}"]["metadata"]
     given_up = {f"{JOBS}/mgpu-{TOKEN}": manifest.stone(TOKEN, {}, meta["annotations"])}
-    for whoever in (both(answers), both(answers | given_up)):  # that have no run file: `mgpu ls`
+    pods_alone, _ = gang_of([RUNNING] * 3, OPTIONS)
+    del pods_alone[f"{JOBS}/mgpu-{TOKEN}"]
+    pods_alone[JOBS] = {"items": []}
+    for whoever in map(both, (answers, answers | given_up, pods_alone)):  # that have no run file: `mgpu ls`
         for call, what in ((whoever.describe, handle), (whoever.destroy, handle), (whoever.list_owned, OWNER)):
             with pytest.raises(PermissionDenied):
                 call(what)
