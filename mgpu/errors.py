@@ -181,7 +181,7 @@ class AmbiguousCreate(ProviderError):
 
 
 class CleanupFailed(ProviderError):
-    """Something was made and could not be ended; failover stops, and what is left stays findable."""
+    """Something was made and could not be ended: it stays findable, and failover stops until it is gone."""
 
 
 class StackError(MgpuError):

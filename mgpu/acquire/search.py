@@ -159,9 +159,10 @@ class Search:
             handle = self._create(intent, asked)
             self.journal.append("created", token=intent.token, handle=handle.model_dump(mode="json"))
             state = self._wait(handle)
-        except BaseException as error:  # noqa: BLE001 - whatever it was is undone here, and raised by _judge
-            if handle is not None or not self._made_nothing(intent, error):
-                self._undo(intent, handle)
+        except BaseException as error:  # whatever it was is undone here, and raised by _judge
+            ended = (handle is not None or not self._made_nothing(intent, error)) and self._undo(intent, handle)
+            if isinstance(error, CleanupFailed) and not ended:  # it knows of what no listing shows
+                raise TeardownIncomplete(error.what, error.why, error.next_step) from error
             self.journal.append("undone", token=intent.token, why=str(error))
             self._judge(intent, error)
             return None
@@ -209,12 +210,13 @@ class Search:
             raise
 
     def _wait(self, handle: Handle) -> FleetState:
-        trouble = ""
+        trouble = told = ""
         begun = self.clock()
         for pause in pauses(self.timeouts.describe_every_s):
             state = self._insist(lambda: self.provider.describe(handle), trouble)
             asked = self._asked_of(state)
-            queued = self._queued(asked, begun, told=trouble)
+            queued = self._queued(asked, begun, told)
+            told = queued or told
             trouble = next((node.reason for node in asked.nodes if node.reason), "")
             if asked.ready:
                 if self.meet is None:
@@ -229,12 +231,13 @@ class Search:
             self._pause(max(pause, often))
         raise AssertionError("the pauses never end")
 
-    def _queued(self, asked: FleetState, begun: float, told: str) -> bool:
-        """Whether nodes wait in the provider's queue: their time to come up has not begun, and the queue has a deadline
-        of its own, from `begun`. Raises NoCapacity: it is over."""
+    def _queued(self, asked: FleetState, begun: float, told: str) -> str:
+        """What nodes wait for in the provider's queue, which is said unless it was `told` last; empty: none does. Their
+        time to come up has not begun, and the queue has a deadline of its own, from `begun`. Raises NoCapacity: it is
+        over."""
         reason = next((node.reason or "queued" for node in asked.nodes if node.queued), "")
         if not reason:
-            return False
+            return ""
         queue_s = self.provider.queue_s()
         left_s = min(begun + queue_s, self.begun + GANGS * queue_s) - self.clock()
         if left_s <= 0:
@@ -245,7 +248,7 @@ class Search:
         if reason != told:
             self.emit(Note(f"in the queue ({reason}); waiting for {left_s / 60:.0f} min at most"))
         self._allow(self.timeouts.provision_s)
-        return True
+        return reason
 
     def _asked_of(self, state: FleetState) -> FleetState:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted; NoOffer where
@@ -289,8 +292,8 @@ class Search:
         seconds = max(0.0, min(seconds, self.deadline - self.clock()))
         (self.sleep or self.cancelled.wait)(seconds)
 
-    def _undo(self, intent: Intent, handle: Handle | None) -> None:
-        """Ends what the try has made, whether or not anybody has heard of it."""
+    def _undo(self, intent: Intent, handle: Handle | None) -> bool:
+        """Ends what the try has made, whether or not anybody has heard of it; False: there is nothing."""
         fresh = tuple(name for rank, name in enumerate(handle.ids) if rank in self.ranks and name) if handle else None
         begun = self.clock()
         try:
@@ -314,6 +317,7 @@ class Search:
         # late listings, and machines that end slowly, leave the next ones as much time
         longer = self.deadline + self.clock() - begun
         self.deadline = min(longer, self.clock() + self._left_s() - ENDING_S)
+        return handle is not None
 
     def _left_behind(self, intent: Intent) -> Handle | None:
         """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""
@@ -341,12 +345,13 @@ class Search:
             return False
         if isinstance(error, Conflict):
             return intent.token not in self.earlier
-        return isinstance(error, ProviderError) and not isinstance(error, (Transient, RateLimited, AmbiguousCreate))
+        left = (Transient, RateLimited, AmbiguousCreate, CleanupFailed)
+        return isinstance(error, ProviderError) and not isinstance(error, left)
 
     def _judge(self, intent: Intent, error: BaseException) -> None:
         """Notes a refusal and what it blocks; raises what ends the search."""
-        if isinstance(error, CleanupFailed):
-            raise TeardownIncomplete(error.what, error.why, error.next_step) from error
+        if isinstance(error, CleanupFailed):  # what was left is ended by now: what counts is why it was not to be had
+            error = error.__cause__ or error
         refused = error if isinstance(error, REFUSED) else None
         passing = isinstance(error, Lost) or (isinstance(error, Conflict) and not self._lives(intent))
         if refused is None and not passing:

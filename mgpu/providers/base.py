@@ -311,7 +311,8 @@ class Provider(ABC):
                 The same call comes again, after `retry_after`, and goes on.
             AmbiguousCreate: it may have made machines, and the same call could make them twice: `find` is asked first,
                 for as long as `listing_lag_s`.
-            CleanupFailed: it was refused, and machines of the gang could not be ended.
+            CleanupFailed: it was refused, and something of the gang is left; the refusal is its `__cause__`. The search
+                ends what `find` shows of it, and goes on as after the refusal.
             ProviderError: anything else, and nothing is left of the gang; it ends the search.
         """
 

@@ -528,6 +528,7 @@ def test_fewer_than_asked_that_cannot_be_ended_are_said_so(aws: FakeAws, provide
     with pytest.raises(CleanupFailed) as caught:
         provider.create(request(nodes=3), offer(), token(offer()))
     assert all(name in caught.value.what for name in aws.alive())
+    assert isinstance(caught.value.__cause__, NoCapacity)
     assert len(aws.alive()) == 2
 
 

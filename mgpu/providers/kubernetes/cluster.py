@@ -50,9 +50,9 @@ _LOGIN = r"[Uu]nauthorized|must be logged in"
 _HELPER = "getting credentials"  # kubectl's own words: the program that logs in has failed
 _NO_NETWORK = (
     r"connect(ion)? (to|timed|refused|reset|aborted)|timed? ?out|name resolution|no such host|getaddrinfo|unreachable"
-    r"|EOF|TLS handshake|max retries|temporar"
+    r"|EOF|TLS handshake|max retries|temporar|deadline exceeded|unavailable|\b50[0234]\b|throttl|too many requests"
 )
-_NO_LOGIN = r"log(ged)?[ -]?(in|on)|sso|expired|authenticat|invalid_grant|token|denied|not found|no such|credential"
+_NO_LOGIN = r"log(ged)?[ -]?(in|on)|sso|expired|authenticat|invalid_grant|executable \S+ not found|no such|credential"
 _PREFIX = "mgpu-kube-"
 _SOCKET_NAME = 80  # bytes of a folder's name that leave room for a socket's
 _SAID = 8  # lines of kubectl's that are kept

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from mgpu.errors import MgpuError, NoOffer
+from mgpu.errors import MgpuError, NoOffer, QuotaExceeded
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import Finding, FleetRequest, Offers
 from mgpu.providers.kubernetes import manifest, node_pool
 from mgpu.providers.kubernetes.cluster import Exists, Json, Missing
+from mgpu.providers.kubernetes.gang import too_small
 from mgpu.providers.kubernetes.offered import Place
 from mgpu.providers.kubernetes.options import KubernetesOptions
 
@@ -25,7 +26,8 @@ NEEDED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("", "events", "", ("list",)),
 )
 # what a check tells besides
-_USEFUL = (("", "resourcequotas", "", ("list",)), ("kueue.x-k8s.io", "localqueues", "", ("get",)))
+_KUEUE = "kueue.x-k8s.io"
+_USEFUL = (("", "resourcequotas", "", ("list",)), (_KUEUE, "localqueues", "", ("get",)))
 _NODES = ("list", "get")  # of the cluster: what is on sale, and whether a node that is silent is gone
 _OLDEST = 29  # the version of Kubernetes 1 that has `podReplacementPolicy` switched on
 _CONNECT_S = 5.0
@@ -142,8 +144,9 @@ def _quotas(place: Place) -> list[Finding]:
 
 def _queue(place: Place, queue: str) -> Finding:
     subject = f"queue {queue}"
-    path = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{place.namespace}/localqueues/{queue}"
     try:
+        version = place.cluster.get(f"/apis/{_KUEUE}")["preferredVersion"]["version"]
+        path = f"/apis/{_KUEUE}/{version}/namespaces/{place.namespace}/localqueues/{queue}"
         told: dict[str, Any] = place.cluster.get(path).get("status", {})
     except Missing:
         cure = "`kubectl get localqueues` lists them; without Kueue leave `kubernetes.queue` out."
@@ -175,7 +178,13 @@ def _request(
             template = job["spec"]["template"]
             meta = {**template["metadata"], "name": job["metadata"]["name"], "finalizers": []}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"]}
-            place.cluster.post(place.pods, pod, dryRun="All")
+            try:
+                place.cluster.post(place.pods, pod, dryRun="All")
+            except QuotaExceeded as error:
+                if too_small(error.why, needed.nodes):
+                    raise
+                waits = f"a launch waits, for {options.queue_hours:g} h at most: {error.why}"
+                return Finding(subject=subject, status="warning", detail=waits, cure=error.next_step)
     except Exists:
         pass  # of this name, which no gang has
     except MgpuError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -21,9 +22,13 @@ _PULLED = "Push the image, or name the secret that pulls it: `kubernetes.image_p
 _NAMED = "Mend what the message names, in `kubernetes:` of the run file."
 # the words of what waits for ever, and its cure; all else may come by itself
 _NEVER = (
-    (r"(ErrImagePull|ImagePullBackOff): .*(not found|unauthorized|denied|forbidden|manifest unknown)", _PULLED),
+    (
+        r"(ErrImagePull|ImagePullBackOff): .*(failed to resolve.*not found$|manifest unknown|pull access denied"
+        r"|40[13] (Unauthorized|Forbidden)|insufficient_scope)",
+        _PULLED,
+    ),
     (r"InvalidImageName: ", "Name the image as repository@sha256:..."),
-    (r"CreateContainerConfigError: (?!.*timed out)", _NAMED),
+    (r"CreateContainerConfigError: .*(runAsNonRoot|(secret|configmap) .*not found|couldn't find key)", _NAMED),
     (r"persistentvolumeclaim \S+ not found", "Make the claim, or name another one: `kubernetes.volumes`."),
 )
 # the same of pods that cannot be made; who asks again is refused again
@@ -32,7 +37,12 @@ _REFUSED = (
     (r"must specify|(maximum|minimum) \S+ usage", "Say or change `kubernetes: {cpus_per_node: ..., memory_gib: ...}`."),
     (r"is forbidden|is invalid|denied the request", f"{_NAMED} `mgpu check kubernetes` asks without making anything."),
 )
-_PASSES = r"status unknown for quota|not yet ready|serviceaccount .default. not found|calling webhook|timed? ?out"
+# beside them: who asks again may hear something else
+_PASSES = (
+    r"status unknown for quota|not yet ready|serviceaccount .default. not found|calling webhook|timed? ?out"
+    r"|deadline exceeded|connection refused|leader changed|too ?many ?requests|token has expired"
+    r"|\b5\d\d (Internal|Bad|Service|Gateway)|status( code)?:? 5\d\d"
+)
 _QUOTA = r"exceeded quota: (\S+), requested: (\S+), used: \S+, limited: (\S+)"
 
 
@@ -51,6 +61,7 @@ class Pod:
         told = json.loads(about["annotations"][manifest.ABOUT])
         self._ends_by: float = told["ends_by"]
         self.price_usd_per_hour: float | None = told.get("price_usd_per_hour")  # an older version's had none
+        self.pooled: bool | None = told.get("pooled")
         self.version: str = about["resourceVersion"]
         self.finalizers: list[str] = about.get("finalizers", [])
         self.node: str = self._spec.get("nodeName", "")
@@ -165,10 +176,11 @@ class Gang:
 
     @property
     def pooled(self) -> bool | None:
-        """Whether a node pool was made for it; None: nobody knows any more."""
-        if self.job is None or self.given_up:
-            return None
-        return manifest.TOKEN in self.job["spec"]["template"]["spec"].get("nodeSelector", {})
+        """Whether a node pool was made for it, by what its Job, the one in its place, or a pod carries; None: nobody
+        knows."""
+        if self.job is None:
+            return next((pod.pooled for pod in self.pods), None)
+        return json.loads(self.job["metadata"].get("annotations", {}).get(manifest.ABOUT, "{}")).get("pooled")
 
     @property
     def deadline_s(self) -> float | None:
@@ -209,15 +221,10 @@ class Gang:
 
     def _refused(self, said: str) -> str:
         """What would let the pods be made that the API server refuses, where no time does; empty: they may come."""
-        found = re.search(_QUOTA, said)
-        if "FailedCreate" not in said or re.search(_PASSES, said) or ("exceeded quota" in said and not found):
+        if "FailedCreate" not in said:
             return ""
-        if found:
-            wanted, most = (dict(re.findall(r"([^=,]+)=([^,]+)", found[key])) for key in (2, 3))
-            pods = self.job["spec"]["completions"] if self.job else 0
-            over = any(amount(wanted.get(each, 0)) * pods > amount(most[each]) for each in most)
-            cure = f"Ask for less, or have quota {found[1]} raised: it lets no {pods} such pods be at once."
-            return cure if over else ""
+        if "exceeded quota" in said:
+            return too_small(said, self.job["spec"]["completions"] if self.job else 0)
         return _cure(said, _REFUSED)
 
     def _condition(self, kind: str) -> Json | None:
@@ -225,5 +232,18 @@ class Gang:
         return next((each for each in found if each["type"] == kind and each["status"] == "True"), None)
 
 
+def too_small(said: str, pods: int) -> str:
+    """What would let so many pods be made that a quota refuses one of, where it has no room for them even when it is
+    empty; empty: it has, or nobody knows."""
+    found = re.search(_QUOTA, said)
+    if not found:
+        return ""
+    wanted, most = (dict(re.findall(r"([^=,]+)=([^,]+)", found[key])) for key in (2, 3))
+    over = any(amount(wanted.get(each, 0)) * pods > amount(most[each], unknown=math.inf) for each in most)
+    return f"Ask for less, or have quota {found[1]} raised: it lets no {pods} such pods be at once." if over else ""
+
+
 def _cure(said: str, cures: tuple[tuple[str, str], ...]) -> str:
+    if re.search(_PASSES, said, re.IGNORECASE):
+        return ""
     return next((cure for words, cure in cures if re.search(words, said)), "")

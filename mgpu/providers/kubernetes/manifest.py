@@ -67,11 +67,11 @@ def job(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpti
         "activeDeadlineSeconds": _until(request, request.hard_cap_s + options.queue_s()),
         "ttlSecondsAfterFinished": KEPT_S,
         "template": {
-            "metadata": _of_pods(about(request, offer, token)),
+            "metadata": _of_pods(about(request, offer, token, pooled=options.node_pool is not None)),
             "spec": _pod(request, offer, token, options),
         },
     }
-    found = about(request, offer, token)
+    found = about(request, offer, token, pooled=options.node_pool is not None)
     found["annotations"][DIGEST] = request.digest(offer)
     if options.queue:
         found["labels"][QUEUE] = options.queue
@@ -95,10 +95,10 @@ def stone(token: str, labels: Mapping[str, str], annotations: Mapping[str, str])
     }
 
 
-def about(request: FleetRequest, offer: Offer, token: str) -> Json:
-    """What Job and pods carry: whose they are, and what a pod's hour costs."""
+def about(request: FleetRequest, offer: Offer, token: str, *, pooled: bool) -> Json:
+    """What Job, pods and a node pool carry: whose they are, what a pod's hour costs, and whether there is a pool."""
     said = {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
-    said |= {"nodes": request.requirements.nodes, "ends_by": request.ends_by}
+    said |= {"nodes": request.requirements.nodes, "ends_by": request.ends_by, "pooled": pooled}
     said["price_usd_per_hour"] = offer.price_usd_per_hour  # whoever looks later may have no run file
     labels = {"app.kubernetes.io/managed-by": "mgpu", OWNER: labelled(request.owner), TOKEN: token}
     return {"labels": labels, "annotations": {ABOUT: json.dumps(said)}}
@@ -146,7 +146,7 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
         "enableServiceLinks": False,
         "automountServiceAccountToken": options.service_account is not None,
         "nodeSelector": options.node_selector | ({TOKEN: token} if options.node_pool else {}),
-        "tolerations": [toleration(each) for each in options.tolerations],
+        "tolerations": [toleration(each) for each in (*options.tolerations, *_of_pool(options))],
         "containers": [container],
         "volumes": [{"name": volume, **source} for volume, (_, source, _) in volumes.items()],
     }
@@ -169,6 +169,12 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
         pod["securityContext"]["seccompProfile"] = {"type": "RuntimeDefault"}
         container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return pod
+
+
+def _of_pool(options: KubernetesOptions) -> tuple[str, ...]:
+    """The taint of CoreWeave's spot nodes."""
+    spot = options.node_pool is not None and options.node_pool.market == "spot"
+    return ("qos.coreweave.cloud/interruptable:NoExecute",) if spot else ()
 
 
 def toleration(text: str) -> Json:

@@ -2,14 +2,15 @@
 
 Kind, fields and classes are those of CoreWeave's reference (docs.coreweave.com/products/cks/reference/node-pool). A
 pool is in no namespace. Its nodes carry the gang's token as a label, which its pods select. CoreWeave's autoscaler is
-on, down to no node: where nobody is left to delete the pool, its nodes go once the pods have ended by their own clocks.
+on, down to no node, except for racks: where nobody is left to delete the pool, its nodes go once the pods have ended by
+their own clocks.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from mgpu.errors import CleanupFailed, InvalidRequest, PermissionDenied, ProviderError
+from mgpu.errors import InvalidRequest, PermissionDenied
 from mgpu.plan.model import Offer
 from mgpu.providers.base import Finding, FleetRequest
 from mgpu.providers.kubernetes import manifest
@@ -20,6 +21,7 @@ from mgpu.providers.kubernetes.options import NodePool
 GROUP, PLURAL = "compute.coreweave.com", "nodepools"
 PATH = f"/apis/{GROUP}/v1alpha1/{PLURAL}"
 NAMESPACE = f"{manifest.DOMAIN}/namespace"
+_RACKS = ("gb200", "gb300")  # instance types that come as racks: CoreWeave scales none of them by itself
 VERBS = ("create", "get", "list", "delete")
 
 
@@ -32,31 +34,28 @@ def role() -> Json:
 
 def pool(place: Place, request: FleetRequest, offer: Offer, token: str, wanted: NodePool) -> Json:
     """The pool of a gang."""
-    nodes, meta = request.requirements.nodes, manifest.about(request, offer, token)
+    nodes, meta = request.requirements.nodes, manifest.about(request, offer, token, pooled=True)
     meta["labels"][NAMESPACE] = place.namespace
-    spec = {
+    spec: Json = {
         "computeClass": wanted.compute_class,
         "instanceType": wanted.instance_type,
-        "autoscaling": True,
-        "minNodes": 0,
-        "maxNodes": nodes,
         "targetNodes": nodes,
         "nodeLabels": {manifest.TOKEN: token},
     }
+    if not wanted.instance_type.casefold().startswith(_RACKS):
+        spec |= {"autoscaling": True, "minNodes": 0, "maxNodes": nodes}
     about = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "NodePool"}
     return {**about, "metadata": meta | {"name": manifest.name(token)}, "spec": spec}
 
 
-def make(place: Place, wanted: Json, *, dry: bool = False) -> bool:
-    """Makes it; False: there is one. Raises ProviderError; after Transient the same call comes again."""
+def make(place: Place, wanted: Json, *, dry: bool = False) -> None:
+    """Makes it, if there is none. Raises ProviderError; after Transient the same call comes again."""
     try:
-        _ = place.cluster.post(PATH, wanted, dryRun="All") if dry else place.cluster.post(PATH, wanted)
-    except Exists:
-        return False
+        with suppress(Exists):
+            _ = place.cluster.post(PATH, wanted, dryRun="All") if dry else place.cluster.post(PATH, wanted)
     except Missing as error:
         cure = "Leave `kubernetes.node_pool` out: `kubernetes.node_selector` says which nodes."
         raise InvalidRequest("kubernetes: this cluster is none of CoreWeave's", str(error), cure) from error
-    return True
 
 
 def find(place: Place, token: str, *, known: bool = False) -> Json | None:
@@ -72,12 +71,17 @@ def find(place: Place, token: str, *, known: bool = False) -> Json | None:
         return None
 
 
-def owned(place: Place, owner: str) -> list[Json]:
-    """All pools of an owner's gangs in this namespace; none where the cluster, or this user, has no pools."""
+def owned(place: Place, owner: str, *, known: bool) -> list[Json]:
+    """All pools of an owner's gangs in this namespace; none where the cluster has no such thing, or this user may see
+    none. `known`: as in `find`."""
     selector = f"{manifest.OWNER}={manifest.labelled(owner)},{NAMESPACE}={place.namespace}"
     try:
         return place.cluster.get(PATH, labelSelector=selector)["items"]
-    except (Missing, PermissionDenied):
+    except Missing:
+        return []
+    except PermissionDenied:
+        if known:
+            raise
         return []
 
 
@@ -85,15 +89,6 @@ def delete(place: Place, token: str) -> None:
     """Asks for its end; absent is success."""
     with suppress(Missing):
         place.cluster.delete(f"{PATH}/{manifest.name(token)}", {})
-
-
-def undo(place: Place, token: str, why: Exception) -> None:
-    """Deletes the pool of a gang that was refused. Raises CleanupFailed: it may go on to cost money."""
-    try:
-        delete(place, token)
-    except (Exists, ProviderError) as error:
-        what = f"kubernetes: node pool {manifest.name(token)} was made, and could not be deleted"
-        raise CleanupFailed(what, f"{why}; {error}", f"`kubectl delete nodepool {manifest.name(token)}`") from error
 
 
 def said(found: Json) -> str:

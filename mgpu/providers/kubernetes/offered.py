@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,8 @@ from mgpu.providers.kubernetes.options import KubernetesOptions
 
 HERE = "in-cluster"
 """Stands for the context where there is none: mgpu runs in a pod."""
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3}
+_UNITS = {unit: 1000.0**power for power, unit in enumerate(["n", "u", "m", "", "k", "M", "G", "T", "P", "E"], -3)}
+_UNITS |= {unit: 1024.0**power for power, unit in enumerate(["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"], 1)}
 _SIZED = ("V100", "A100", "H100")  # those that come in several sizes have the size in their name
 _LEFT_OUT = re.compile(
     r"NVIDIA|AMD|Instinct|GeForce|Tesla|Quadro|SXM\d*|PCIe|NVL|HBM\w*|OAM|Server|Workstation|Edition|\d+GB",
@@ -95,10 +94,10 @@ class Place:
             return None
 
 
-def amount(text: object) -> float:
-    """A quantity of Kubernetes': `64`, `500m`, `256Gi`."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([A-Za-z]*)", str(text))
-    return float(found[1]) * _UNITS.get(found[2], 0) if found else 0.0
+def amount(text: object, unknown: float = 0.0) -> float:
+    """A quantity of Kubernetes': `64`, `500m`, `256Gi`, `1E3`; `unknown`: what stands for one that cannot be read."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", str(text))
+    return float(found[1]) * _UNITS[found[2]] if found and found[2] in _UNITS else unknown
 
 
 def gpu_name(product: str) -> str:
@@ -138,8 +137,7 @@ def offers(place: Place, options: KubernetesOptions, needed: Requirements, now: 
     for node in usable:
         if amount(_has(node, options.gpu_resource)) >= needed.gpus_per_node:
             groups.setdefault(_product(node) if needed.gpus_per_node else manifest.ANY, []).append(node)
-    taken, notes = _taken(place, options.gpu_resource), list[str]()
-    found = []
+    found, notes = list[Offer](), list[str]()
     for product, nodes in groups.items():
         cpus, memory = (min(amount(_has(node, each)) for node in nodes) for each in ("cpu", "memory"))
         offer = Offer(
@@ -154,12 +152,6 @@ def offers(place: Place, options: KubernetesOptions, needed: Requirements, now: 
             notes.append(
                 f"{offer.gpu or product}: {len(nodes)} nodes now; {needed.nodes} come only if the cluster grows"
             )
-        if taken is not None and needed.gpus_per_node:
-            free = sum(
-                amount(_has(node, options.gpu_resource)) - taken[node["metadata"]["name"]] >= needed.gpus_per_node
-                for node in nodes
-            )
-            notes.append(f"{offer.gpu or product}: {free} of {len(nodes)} nodes have {needed.gpus_per_node} GPUs free")
     if not usable and seen:
         notes.append(f"none of {len(seen)} nodes is ready, has the labels of `node_selector`, and no other taint")
     if not found:
@@ -201,16 +193,3 @@ def _usable(node: Json, options: KubernetesOptions) -> bool:
 def _stands(toleration: Json, taint: Json) -> bool:
     same = toleration.get("key") in (None, taint["key"]) and toleration.get("effect") in (None, taint["effect"])
     return same and (toleration["operator"] == "Exists" or toleration.get("value") == taint.get("value", ""))
-
-
-def _taken(place: Place, resource: str) -> Counter[str] | None:
-    """GPUs that pods have of each node; None: this user may not see them."""
-    try:
-        pods = place.cluster.get("/api/v1/pods", fieldSelector="status.phase!=Succeeded,status.phase!=Failed")["items"]
-    except PermissionDenied:
-        return None
-    taken = Counter[str]()
-    for pod in pods:
-        asked: Iterable[Json] = (each.get("resources", {}).get("requests", {}) for each in pod["spec"]["containers"])
-        taken[pod["spec"].get("nodeName", "")] += round(sum(amount(each.get(resource, 0)) for each in asked))
-    return taken

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from mgpu_train.config import Text
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mgpu.spec.block import Block, File, MachineKeys, Market, ProviderOptions
 from mgpu.spec.provider import Capabilities, ProviderEntry
@@ -100,6 +100,14 @@ class KubernetesOptions(ProviderOptions):
     notice_s: int = Field(60, ge=1, le=3600, description="seconds between a pod's notice and its end (grace period)")
     price_usd_per_hour: float = Field(0, ge=0, description="what a pod's hour costs you")
 
+    @model_validator(mode="after")
+    def _one_wait(self) -> Self:
+        if self.node_pool and self.queue:
+            raise ValueError(
+                "`node_pool` makes nodes at once, which cost money while `queue` holds the pods back: one of both"
+            )
+        return self
+
     def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
         """GPUs are counted by `gpus_per_node` alone, and a node pool is of one market."""
         if self.gpu_resource in self.resources:
@@ -131,7 +139,7 @@ ENTRY = ProviderEntry(
         idempotent_create=True,
         repairs_single_nodes=False,
         boot_s=900,  # an image of 10 GB is pulled
-        end_s=900,  # pods end in a minute; nodes that were made for them, after many
+        end_s=900,  # of nodes that were made for the pods, which end in a minute: `provider` knows
         notices="file",
         account_options=frozenset({"context", "kubeconfig", "namespace"}),
     ),

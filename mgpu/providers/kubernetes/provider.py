@@ -20,6 +20,7 @@ from typing import Any
 from mgpu.errors import (
     AmbiguousCreate,
     AuthError,
+    CleanupFailed,
     Conflict,
     InvalidRequest,
     NoOffer,
@@ -30,6 +31,7 @@ from mgpu.errors import (
 )
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
+    UNBILLED,
     Finding,
     FleetRequest,
     FleetState,
@@ -47,6 +49,7 @@ from mgpu.providers.kubernetes.gang import Gang, Pod, stamp
 from mgpu.providers.kubernetes.options import ENTRY, KubernetesOptions
 
 _FORWARD = "mgpu.providers.kubernetes.forward"
+_PODS_END_S = 120.0  # where no nodes go with them
 _AT_ONCE_S = 1  # of grace: what is given back has nothing to save
 
 
@@ -66,6 +69,8 @@ class KubernetesProvider(Provider):
         """`cluster` and `clock` (UNIX seconds) are for tests."""
         self._options = KubernetesOptions.of(options or {})
         self._cluster, self._clock = cluster, clock
+        if not self._options.node_pool:
+            self.capabilities = ENTRY.capabilities.model_copy(update={"end_s": _PODS_END_S})
         self._told: dict[str, Json] = {}  # by a pod's uid: how it is reached, which never changes
 
     def check(self) -> None:
@@ -107,6 +112,7 @@ class KubernetesProvider(Provider):
             Conflict: the token was used with other parameters, or given up.
             AmbiguousCreate: the answer was lost; `find` knows.
             QuotaExceeded, PermissionDenied, InvalidRequest: the API server refused.
+            CleanupFailed: it refused the Job, and its node pool is there.
         """
         place = self._place(offer.region)
         if not request.image:
@@ -114,14 +120,17 @@ class KubernetesProvider(Provider):
         options = self._of(request.requirements)
         wanted = manifest.job(request, offer, token, options)
         pool = options.node_pool
-        fresh = bool(pool) and node_pool.make(place, node_pool.pool(place, request, offer, token, pool))
+        if pool:
+            node_pool.make(place, node_pool.pool(place, request, offer, token, pool))
         try:
             made = self._made(place, wanted, token, request.digest(offer))
         except (Transient, AmbiguousCreate, RateLimited):
             raise
         except ProviderError as error:
-            if fresh or (pool and not isinstance(error, Conflict)):  # else it may be of another's gang
-                node_pool.undo(place, token, error)
+            theirs = isinstance(error, Conflict) and not Gang(place.job(token), ()).over
+            if pool and not theirs:
+                what = f"kubernetes: node pool {manifest.name(token)} was made for a gang that is refused"
+                raise CleanupFailed(what, str(error), f"`kubectl delete nodepool {manifest.name(token)}`") from error
             raise
         return self._handle(place, token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
 
@@ -141,7 +150,7 @@ class KubernetesProvider(Provider):
         place = self._place(intent.offer.region)
         made = place.job(intent.token)
         if made is None or manifest.DIGEST not in made["metadata"]["annotations"]:
-            made = node_pool.find(place, intent.token)
+            made = node_pool.find(place, intent.token, known=self._options.node_pool is not None)
         if made is None:
             return None
         return self._handle(place, intent.token, _about(made), stamp(made["metadata"]["creationTimestamp"]))
@@ -149,7 +158,8 @@ class KubernetesProvider(Provider):
     def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
         """The same; and where there is none, none comes: an empty Job has the name from now on."""
         place = self._place(intent.offer.region)
-        about = manifest.about(request, intent.offer, intent.token)
+        pooled = self._of(request.requirements).node_pool is not None
+        about = manifest.about(request, intent.offer, intent.token, pooled=pooled)
         try:
             place.cluster.post(place.jobs, manifest.stone(intent.token, about["labels"], about["annotations"]))
         except Exists:
@@ -176,7 +186,10 @@ class KubernetesProvider(Provider):
         place, selector = self._place(), f"{manifest.OWNER}={manifest.labelled(owner)}"
         jobs = {_token(job): job for job in place.all(place.jobs, selector)}
         pods = place.all(place.pods, selector)
-        pools = {_token(pool): pool for pool in node_pool.owned(place, owner)}
+        known = self._options.node_pool is not None or any(
+            _about(each).get("pooled") for each in (*jobs.values(), *pods)
+        )
+        pools = {_token(pool): pool for pool in node_pool.owned(place, owner, known=known)}
         found = list[Handle]()
         for token, one in sorted({**pools, **{_token(pod): pod for pod in pods}, **jobs}.items()):
             gang = Gang(jobs.get(token), tuple(Pod(pod) for pod in pods if _token(pod) == token))
@@ -242,7 +255,8 @@ class KubernetesProvider(Provider):
         return (pod.going or pod.failed) and place.node(pod.node) is None
 
     def _pool(self, place: offered.Place, gang: Gang, token: str) -> Json | None:
-        return None if gang.pooled is False else node_pool.find(place, token, known=bool(gang.pooled))
+        known = self._options.node_pool is not None if gang.pooled is None else gang.pooled
+        return None if gang.pooled is False else node_pool.find(place, token, known=known)
 
     def _now(self, place: offered.Place) -> float:
         """UNIX seconds of the cluster's clock: pods' times are by it."""
@@ -362,7 +376,7 @@ def _about(seen: Json) -> Json:
 
 def _in_pool(node: NodeState, pool: Json) -> NodeState:
     """A node whose pod waits for its pool says why; one whose pod is gone stays until the pool is."""
-    if node.phase is NodePhase.TERMINATED:
+    if node.phase in UNBILLED:
         why = f"{node.reason}; its node pool {pool['metadata']['name']} is there"
         return node.model_copy(update={"phase": NodePhase.STOPPING, "reason": why})
     if node.queued and not node.cure:

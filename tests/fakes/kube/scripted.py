@@ -40,7 +40,7 @@ UNPLACED: Json = {
 
 
 class Scripted:
-    """Answers by path, without a query; an exception is raised. What was sent is in `sent`."""
+    """Answers by path, and of a list those that have the labels; an exception is raised. What was sent is in `sent`."""
 
     def __init__(self, answers: dict[str, Any], ahead_s: float = 0.0) -> None:
         self.answers, self.access, self.ahead_s = answers, Access(), ahead_s
@@ -52,6 +52,11 @@ class Scripted:
             answer = answer()
         if isinstance(answer, Exception):
             raise answer
+        labels = dict(each.split("=") for each in query.get("labelSelector", "").split(",") if each)
+        if labels:
+            answer = {
+                "items": [each for each in answer["items"] if labels.items() <= each["metadata"]["labels"].items()]
+            }
         return answer
 
     def text(self, path: str, **query: str) -> Any:

@@ -152,8 +152,8 @@ def test_what_cannot_be_given_back_ends_the_search_and_is_named(cloud: Cloud, re
     cloud.quota, cloud.locked = 1, True
     with pytest.raises(TeardownIncomplete) as caught:
         rent()
-    assert caught.value.what == f"yard: {cloud.billed[0]} may be billed"
-    assert caught.value.next_step == "Run `mgpu gc`."
+    assert caught.value.what == f"fleet demo: {cloud.billed[0]} at yard north may still be billed"
+    assert "Run `mgpu gc`" in caught.value.next_step
 
 
 def test_a_key_that_is_revoked_in_the_middle_of_a_gang_hides_no_machine(cloud: Cloud, rent, clock, monkeypatch):

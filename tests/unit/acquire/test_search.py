@@ -636,6 +636,25 @@ def test_a_provider_that_could_not_clean_up_stops_the_search(bench: Bench):
     with pytest.raises(TeardownIncomplete, match="i-9 is still there"):
         bench.acquire(offer("p4.big"), offer("g5.small"))
     assert bench.double.created == [offer("p4.big").label]
+    assert "undone" not in bench.journalled, "the next process looks again"
+
+
+def test_what_a_refused_create_has_left_is_ended_with_all_retries_before_the_next_offer_is_asked(bench: Bench):
+    left = CleanupFailed("i-0 is still there")
+    left.__cause__ = NoCapacity("no more of them")
+    bench.double.after_create = [left]
+    bench.double.destroy_errors = [Transient("no answer")] * 3
+    made = bench.acquire(offer("p4.big"), offer("g5.small"))
+    assert {machine.token for machine in bench.double.billed} == {made.handle.token}
+    assert [(each.offer.instance_type, each.reason) for each in made.tried] == [("p4.big", "no more of them")]
+
+
+def test_what_a_refused_create_has_left_and_cannot_be_ended_is_told(bench: Bench):
+    bench.double.after_create = [CleanupFailed("i-0 is still there")]
+    bench.double.destroy_errors = [Transient("no answer")] * 1000
+    with pytest.raises(TeardownIncomplete, match="may still be billed"):
+        bench.acquire(offer("p4.big"), offer("g5.small"))
+    assert bench.journalled[-1] == "intent"
 
 
 def crash(bench: Bench, wanted: Offer, request_: FleetRequest | None = None, attempt: int = 0) -> str:
@@ -1242,6 +1261,23 @@ def test_a_queue_that_admits_after_an_hour_is_waited_for_under_a_deadline_of_its
     assert bench.double.looks < 400, "nobody asks twice a second for an hour"
     assert [event for event in bench.events if isinstance(event, Note)] == [
         Note("in the queue (Priority); waiting for 120 min at most")
+    ]
+
+
+def test_what_the_queue_says_is_told_once_whatever_the_nodes_say_that_wait_in_none(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 3600, 2 * 3600
+    describe = bench.double.describe
+
+    def first_has_room(handle: Handle) -> FleetState:
+        first, second = describe(handle).nodes
+        if second.queued:
+            first = first.model_copy(update={"queued": False, "reason": "ContainerCreating"})
+        return FleetState(nodes=(first, second))
+
+    bench.double.describe = first_has_room
+    bench.acquire(offer())
+    assert [event.text for event in bench.events if isinstance(event, Note)] == [
+        "in the queue (Priority); waiting for 120 min at most"
     ]
 
 

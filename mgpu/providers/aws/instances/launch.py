@@ -69,8 +69,8 @@ def launch(account: Account, order: Order) -> Handle:
         equip.finish(account, order, made, hard_cap_at=float(known[names.HARD_CAP_AT]))
     except _PASSING:
         raise
-    except ProviderError:
-        _end(account, order, [name for name in made.ids if name])
+    except ProviderError as error:
+        _end(account, order, [name for name in made.ids if name], error)
         raise
     return _handle(order, made.ids, made.made_at)
 
@@ -222,8 +222,9 @@ def _ask(account: Account, order: Order, where: network.Place) -> list[str]:
     if len(ids) < len(order.ranks):
         if not ids and not errors:
             raise _not_yet(order)
-        _end(account, order, ids)
-        raise _refused(order, errors, len(ids))
+        refused = _refused(order, errors, len(ids))
+        _end(account, order, ids, refused)
+        raise refused
     return ids
 
 
@@ -259,9 +260,9 @@ def _quota(order: Order, why: str) -> QuotaExceeded:
     )
 
 
-def _end(account: Account, order: Order, ids: Sequence[str]) -> None:
+def _end(account: Account, order: Order, ids: Sequence[str], refusal: ProviderError) -> None:
     """Ends machines of a gang that is not to be, and gives their addresses back. Returns when EC2 says that they are on
-    their way out."""
+    their way out. Raises CleanupFailed, because of the `refusal`: it does not."""
     if not ids:
         return
     try:
@@ -275,7 +276,7 @@ def _end(account: Account, order: Order, ids: Sequence[str]) -> None:
         if "NotFound" in error.why:  # too new to be shown: the same create comes here again
             raise Transient(error.what, error.why, "Try again.") from error
         why, step = str(error), "Run `mgpu gc`; whatever happens, the machines end at their hard cap."
-        raise CleanupFailed(f"aws {order.region}: {', '.join(ids)} could not be ended", why, step) from error
+        raise CleanupFailed(f"aws {order.region}: {', '.join(ids)} could not be ended", why, step) from refusal
 
 
 def _discard(account: Account, order: Order) -> None:

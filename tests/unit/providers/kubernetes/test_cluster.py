@@ -20,7 +20,7 @@ import pytest
 from mgpu_train.agent.machine import procs
 from waiting import until
 
-from mgpu.errors import AuthError, InvalidRequest, Transient
+from mgpu.errors import AmbiguousCreate, AuthError, InvalidRequest, Transient
 from mgpu.providers.kubernetes import cluster
 from mgpu.providers.kubernetes.cluster import Access, Cluster, close_all, refused
 
@@ -94,7 +94,25 @@ def test_what_was_killed_with_all_that_belongs_to_it_is_swept_by_the_next_one(ku
         subprocess.run(["rm", "-rf", folder], check=True)
 
 
+def test_folders_of_other_users_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left, long_ago = tmp_path / "mgpu-kube-left", time.time() - 3600
+    left.mkdir()
+    os.utime(left, (long_ago, long_ago))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
+        cluster._sweep(tmp_path)
+    assert left.exists()
+    cluster._sweep(tmp_path)
+    assert not left.exists()
+
+
 # --- what it says
+
+
+def test_a_create_that_the_helper_kept_from_the_api_server_has_made_nothing():
+    error = refused("what", 502, json.dumps({"message": HELPER}), lost=AmbiguousCreate, said=lambda: "i/o timeout")
+    assert type(error) is Transient
+    assert type(refused("what", 502, "bad gateway", lost=AmbiguousCreate)) is AmbiguousCreate
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,17 @@ def test_what_was_killed_with_all_that_belongs_to_it_is_swept_by_the_next_one(ku
         ("Could not connect to the endpoint URL: https://portal.sso.us-east-1.amazonaws.com", Transient),
         ("dial tcp: lookup oauth2.googleapis.com: i/o timeout", Transient),
         ("[Errno -3] Temporary failure in name resolution", Transient),
+        ("ERROR: (gcloud.auth) token endpoint: context deadline exceeded", Transient),
+        ("Authentication failed: the identity provider is temporarily unavailable", Transient),
+        ("AADSTS90033: login.example answers 503 Service Unavailable", Transient),
+        (
+            "An error occurred (ThrottlingException) when calling AssumeRole: Rate exceeded, not authenticated",
+            Transient,
+        ),
+        ("429 Too Many Requests: no credentials for now", Transient),
+        ("fetching the token failed: permission denied by rate", Transient),
+        ("the host was not found", Transient),
+        ("The token has expired after 5000 s", AuthError),
         ("", Transient),  # nobody knows; whoever asks again is told again
         ("Error loading SSO Token: Token for me does not exist", AuthError),
         ("The SSO session associated with this profile has expired or is otherwise invalid", AuthError),

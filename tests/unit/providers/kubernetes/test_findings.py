@@ -6,9 +6,9 @@ import socket
 from typing import Any
 
 import pytest
-from fakes.kube.scripted import PODS, Scripted, asked
+from fakes.kube.scripted import JOBS, PODS, Scripted, asked
 
-from mgpu.errors import PermissionDenied
+from mgpu.errors import PermissionDenied, QuotaExceeded
 from mgpu.providers.base import Finding, Offers
 from mgpu.providers.kubernetes import findings
 from mgpu.providers.kubernetes.cluster import Access
@@ -19,7 +19,12 @@ REVIEWS = "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 
 def found(
-    monkeypatch: pytest.MonkeyPatch, *, version: str = "v1.33.1", proxy: str = "", **more: Any
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    version: str = "v1.33.1",
+    proxy: str = "",
+    queue: str | None = None,
+    **more: Any,
 ) -> dict[str, Finding]:
     """Findings by subject of a user who may do all; `more`: answers, by path."""
     monkeypatch.setattr(Access, "http_proxy", lambda _: proxy)
@@ -29,7 +34,9 @@ def found(
     place = Place(scripted, "c", "n", "https://api.test:6443")
     request, offer = asked()
     sold = Offers(offers=(offer,), source="s")
-    told = findings.look(lambda: place, KubernetesOptions(), request.requirements, lambda _: sold)
+    told = findings.look(
+        lambda: place, KubernetesOptions.model_validate({"queue": queue}), request.requirements, lambda _: sold
+    )
     return {each.subject: each for each in told}
 
 
@@ -71,3 +78,24 @@ def test_an_http_proxy_that_pods_are_not_reached_by_is_told_where_nothing_else_l
     monkeypatch.setattr(socket, "create_connection", lambda *_: ours)
     assert "connections to pods" not in found(monkeypatch, proxy="proxy.test:3128"), "it is reached directly, too"
     theirs.close()
+
+
+@pytest.mark.parametrize(("requested", "status"), [(8, "warning"), (16, "failed")])
+def test_a_quota_that_others_have_used_up_is_a_warning_as_a_launch_waits_for_it(
+    monkeypatch, requested: int, status: str
+):
+    words = f"exceeded quota: q, requested: nvidia.com/gpu={requested}, used: nvidia.com/gpu=24, limited: "
+    denied = QuotaExceeded("POST", f'pods "x" is forbidden: {words}nvidia.com/gpu=24', "Ask for less.")
+    told = found(monkeypatch, **{f"POST {PODS}": denied})["the request"]
+    assert (told.status, "a launch waits" in told.detail, words in told.detail) == (status, status == "warning", True)
+    job = QuotaExceeded("POST", 'jobs "x" is forbidden: exceeded quota: q', "Ask for less.")
+    assert found(monkeypatch, **{f"POST {JOBS}": job})["the request"].status == "failed", "a launch ends by it"
+
+
+def test_a_queue_is_asked_for_by_the_version_that_kueue_prefers(monkeypatch):
+    group = {"/apis/kueue.x-k8s.io": {"preferredVersion": {"version": "v1beta2"}}}
+    path = "/apis/kueue.x-k8s.io/v1beta2/namespaces/n/localqueues/team-a"
+    told = found(monkeypatch, queue="team-a", **group, **{path: {"status": {"pendingWorkloads": 3}}})["queue team-a"]
+    assert (told.status, told.detail) == ("ok", "0 workloads run, 3 wait")
+    for there in (group, {}):  # no such queue, no Kueue
+        assert found(monkeypatch, queue="team-a", **there)["queue team-a"].status == "failed"

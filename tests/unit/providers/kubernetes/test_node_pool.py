@@ -5,9 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.kube.scripted import JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
+from fakes.clock import Clock
+from fakes.kube.scripted import EVENTS, JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
+from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import CleanupFailed, Conflict, InvalidRequest, PermissionDenied, SpecError, Transient
+from mgpu import acquire
+from mgpu.errors import (
+    AmbiguousCreate,
+    CleanupFailed,
+    Conflict,
+    InvalidRequest,
+    PermissionDenied,
+    ProviderError,
+    QuotaExceeded,
+    RateLimited,
+    SpecError,
+    Transient,
+)
+from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import FleetRequest, Intent, NodePhase
 from mgpu.providers.kubernetes import manifest, node_pool, offered
@@ -70,35 +85,76 @@ def test_a_pool_is_made_first_and_the_gangs_pods_come_to_its_nodes_alone():
     pod = job["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {manifest.TOKEN: TOKEN}
     assert "affinity" not in pod, "an instance type is no product of NVIDIA's"
+    spot = {"key": "qos.coreweave.cloud/interruptable", "operator": "Exists", "effect": "NoExecute"}
+    assert pod["tolerations"] == [spot]
 
 
-def test_a_gang_that_is_refused_leaves_no_pool():
-    denied = PermissionDenied("POST", "cannot create jobs")
-    looks, cluster = provider(answered(denied))
-    with pytest.raises(PermissionDenied):
+@pytest.mark.parametrize(("kind", "scales"), [("gb200-4x", False), ("GB300-4x", False), (KIND, True)])
+def test_a_pool_on_demand_has_no_taint_of_spots_and_racks_are_not_scaled(kind: str, scales: bool):
+    options = KubernetesOptions.model_validate({"node_pool": {"instance_type": kind}})
+    cluster: Any = Scripted(answered())
+    KubernetesProvider(options.flat(), cluster=lambda _: cluster).create(*asked(kind), TOKEN)
+    (_, _, made), (_, _, job) = cluster.sent
+    assert job["spec"]["template"]["spec"]["tolerations"] == []
+    assert made["spec"]["targetNodes"] == 3
+    assert [made["spec"].get(each) for each in ("autoscaling", "minNodes")] == ([True, 0] if scales else [None, None])
+
+
+def living(answers: dict[str, Any]) -> Scripted:
+    """A cluster that keeps the pool that is made, until it is deleted; the first two DELETEs get no answer."""
+
+    class Living(Scripted):
+        lost = 2
+
+        def post(self, path: str, body: Any, **query: Any) -> Any:
+            if path == node_pool.PATH:
+                self.answers[f"{path}/{body['metadata']['name']}"] = {
+                    **body,
+                    "metadata": body["metadata"] | {"creationTimestamp": stamp(NOW)},
+                }
+            return super().post(path, body, **query)
+
+        def delete(self, path: str, body: Any) -> None:
+            super().delete(path, body)
+            self.lost -= 1
+            if self.lost >= 0:
+                raise Transient("no answer")
+            del self.answers[path]
+
+    return Living({PODS: {"items": []}, EVENTS: {"items": []}, **answers})
+
+
+@pytest.mark.parametrize(
+    "refusal", [PermissionDenied("POST", "cannot create jobs"), QuotaExceeded("POST", "count/jobs.batch=1")]
+)
+def test_a_gang_that_is_refused_leaves_no_pool_whatever_answers_are_lost(tmp_path, refusal: ProviderError):
+    cluster: Any = living(answered(refusal))
+    clock = Clock()
+    looks = KubernetesProvider(OPTIONS.flat(), cluster=lambda _: cluster, clock=lambda: NOW)
+    request, offer = pooled()
+    with Journal(tmp_path / "journal") as entries, pytest.raises(type(refusal)):
+        acquire.acquire(looks, request, (offer,), entries, timeouts=Timeouts(), clock=clock, sleep=clock.sleep)
+    deleted = [path for verb, path, _ in cluster.sent if verb == "DELETE"]
+    assert deleted == [f"{node_pool.PATH}/{cluster.sent[0][2]['metadata']['name']}"] * 3
+
+
+@pytest.mark.parametrize("passing", [Transient("no answer"), AmbiguousCreate("no answer"), RateLimited("429")])
+def test_a_gang_whose_job_may_come_yet_keeps_its_pool(passing: ProviderError):
+    looks, cluster = provider(answered(passing))
+    with pytest.raises(type(passing)):  # the same call comes again
         looks.create(*pooled(), TOKEN)
-    assert cluster.sent[-1][:2] == ("DELETE", POOL)
-    looks, _ = provider({**answered(denied), f"DELETE {POOL}": Transient("no answer")})
-    with pytest.raises(CleanupFailed, match="could not be deleted"):
-        looks.create(*pooled(), TOKEN)
-    looks, cluster = provider(answered(Transient("no answer")))
-    with pytest.raises(Transient):  # the same call comes again
-        looks.create(*pooled(), TOKEN)
-    assert ("DELETE", POOL, {}) not in cluster.sent
+    assert [path for _, path, _ in cluster.sent] == [node_pool.PATH, JOBS]
 
 
 def test_the_pool_of_another_gang_with_this_token_is_left_alone():
-    answers = {**answered(Exists("there")), f"POST {node_pool.PATH}": Exists("there")}
-    answers |= {f"{JOBS}/mgpu-{TOKEN}": {"metadata": {"annotations": {manifest.DIGEST: "another"}}}}
-    looks, cluster = provider(answers)
+    others = manifest.job(*pooled(), TOKEN, OPTIONS)
+    others["metadata"]["annotations"][manifest.DIGEST] = "another"
+    answers = {**answered(Exists("there")), f"{JOBS}/mgpu-{TOKEN}": others}
     with pytest.raises(Conflict):
-        looks.create(*pooled(), TOKEN)
-    assert ("DELETE", POOL, {}) not in cluster.sent
-    del answers[f"POST {node_pool.PATH}"]  # the token was given up, and this call was late
-    looks, cluster = provider(answers)
-    with pytest.raises(Conflict):
-        looks.create(*pooled(), TOKEN)
-    assert cluster.sent[-1][:2] == ("DELETE", POOL)
+        provider(answers)[0].create(*pooled(), TOKEN)
+    answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, {}, {})  # it was given up, and this call was late
+    with pytest.raises(CleanupFailed, match="node pool"):
+        provider(answers)[0].create(*pooled(), TOKEN)
 
 
 def test_a_pool_without_a_job_is_found_listed_and_given_back():
@@ -121,6 +177,16 @@ def test_a_pool_without_a_job_is_found_listed_and_given_back():
     assert looks.destroy(found)
 
 
+def test_pools_of_other_owners_and_namespaces_are_not_listed():
+    ours, elsewhere = pool(), pool()
+    elsewhere["metadata"]["labels"][node_pool.NAMESPACE] = "other"
+    elsewhere["metadata"]["labels"][manifest.TOKEN] = "e" * 40
+    answers = {node_pool.PATH: {"items": [ours, elsewhere]}, JOBS: {"items": []}, PODS: {"items": []}}
+    looks, _ = provider(answers)
+    assert [each.token for each in looks.list_owned(OWNER)] == [TOKEN]
+    assert looks.list_owned("another") == ()
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_gang_is_gone_when_its_pool_is(begun: bool):
     answers, handle = gang_of([], OPTIONS)
@@ -129,7 +195,8 @@ def test_a_gang_is_gone_when_its_pool_is(begun: bool):
         conditions = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
         answers[f"{JOBS}/mgpu-{TOKEN}"]["status"] = {"conditions": conditions}
     else:  # and an empty Job is in its place
-        answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, {}, {})
+        given_up = answers[f"{JOBS}/mgpu-{TOKEN}"]["metadata"]
+        answers[f"{JOBS}/mgpu-{TOKEN}"] = manifest.stone(TOKEN, given_up["labels"], given_up["annotations"])
     looks, cluster = provider(answers)
     assert not looks.destroy(handle)
     assert ("DELETE", POOL, {}) in cluster.sent
@@ -158,11 +225,44 @@ def test_a_pool_that_nobody_may_see_any_more_is_not_taken_for_gone():
     answers[POOL] = PermissionDenied("GET", "nodepools is forbidden")
     with pytest.raises(PermissionDenied):
         provider(answers)[0].destroy(handle)
-    unpooled, handle = gang_of([])
     denied = {POOL: answers[POOL], node_pool.PATH: answers[POOL]}
-    looks, _ = provider(unpooled | denied)
+
+    def both(there: dict[str, Any], **options: str) -> KubernetesProvider:
+        cluster: Any = Scripted(there | denied)
+        return KubernetesProvider(options, cluster=lambda _: cluster, clock=lambda: NOW)
+
+    meta = answers[f"{JOBS}/mgpu-{TOKEN}"]["metadata"]
+    given_up = {f"{JOBS}/mgpu-{TOKEN}": manifest.stone(TOKEN, {}, meta["annotations"])}
+    pods_alone, _ = gang_of([RUNNING] * 3, OPTIONS)
+    del pods_alone[f"{JOBS}/mgpu-{TOKEN}"]
+    pods_alone[JOBS] = {"items": []}
+    for whoever in map(both, (answers, answers | given_up, pods_alone)):  # that have no run file: `mgpu ls`
+        for call, what in ((whoever.describe, handle), (whoever.destroy, handle), (whoever.list_owned, OWNER)):
+            with pytest.raises(PermissionDenied):
+                call(what)
+    nothing = {JOBS: {"items": []}, PODS: {"items": []}}  # is known any more but the run file
+    asks = both(nothing, **OPTIONS.flat())
+    for call in (lambda: asks.find(intent()), lambda: asks.describe(handle), lambda: asks.list_owned(OWNER)):
+        with pytest.raises(PermissionDenied):
+            call()
+    assert both(nothing).list_owned(OWNER) == ()
+    unpooled, handle = gang_of([])
+    looks = both(unpooled)
     assert [each.token for each in looks.list_owned(OWNER)] == [TOKEN], "most clusters have none, and no right to them"
     assert looks.describe(handle).nodes[0].phase is NodePhase.PENDING
+
+
+def test_a_gang_whose_pods_are_on_their_way_out_is_billed_as_long_as_its_pool_is_there():
+    silent = {**RUNNING, "phase": "Failed", "reason": "NodeLost"}  # by a controller's word
+    answers, handle = gang_of([silent] * 3, OPTIONS)
+    assert [node.phase for node in provider(answers)[0].describe(handle).nodes] == [NodePhase.ENDING] * 3
+    nodes = provider({**answers, POOL: pool()})[0].describe(handle).nodes
+    assert [(node.phase, "NodeLost" in node.reason) for node in nodes] == [(NodePhase.STOPPING, True)] * 3
+
+
+def test_only_nodes_that_go_with_the_gang_are_waited_for_so_long():
+    assert provider({})[0].capabilities.end_s == 900
+    assert KubernetesProvider({}).capabilities.end_s == 120
 
 
 def test_the_offer_is_the_instance_type_as_it_is_bought():
@@ -192,3 +292,5 @@ def test_the_block_is_checked():
     with pytest.raises(SpecError, match="market: is spot with"):
         loads(text + spot, "f")
     assert loads(text + spot + "market: spot\n", "f").market == "spot"
+    with pytest.raises(SpecError, match="cost money while `queue` holds the pods back"):
+        loads(text + "kubernetes: {queue: team-a, node_pool: {instance_type: x}}\n", "f")

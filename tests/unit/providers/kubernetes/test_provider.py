@@ -88,6 +88,20 @@ def test_a_gang_that_can_never_be_made_says_so_with_a_cure():
         assert "run_as_user" in node.cure
 
 
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_the_newest_event_counts_wherever_it_stands(newest_first: bool):
+    answers, handle = gang_of([])
+    old = {
+        "reason": "FailedCreate",
+        "message": 'pods "x" is forbidden: violates PodSecurity',
+        "lastTimestamp": stamp(NOW),
+    }
+    new = {"reason": "FailedCreate", "message": "exceeded quota", "eventTime": stamp(NOW + 60)}
+    answers[EVENTS] = {"items": [new, old] if newest_first else [old, new]}
+    node = provider(answers).describe(handle).nodes[0]
+    assert (node.reason, node.cure) == ("Kubernetes: FailedCreate: exceeded quota", "")
+
+
 def test_an_empty_kubeconfig_variable_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path):
     (tmp_path / ".kube").mkdir()
     (tmp_path / ".kube/config").touch()

@@ -225,6 +225,9 @@ def test_gpus_are_called_as_run_files_call_them(product: str, name: str):
 
 def test_quantities():
     assert [offered.amount(each) for each in ("8", 8, "500m", "2Ki", "1.5G", "", "x")] == [8, 8, 0.5, 2048, 1.5e9, 0, 0]
+    large = {"2P": 2e15, "2Pi": 2**51, "1E": 1e18, "1Ei": 2**60, "1E3": 1e3, "2e-1": 0.2, "5n": 5e-9, "5u": 5e-6}
+    assert {each: offered.amount(each) for each in large} == pytest.approx(large)
+    assert [offered.amount(each, 7) for each in ("1X", "x", "3")] == [7, 7, 3]
 
 
 # --- phases
@@ -334,6 +337,23 @@ QUOTA = "exceeded quota: q, requested: pods=1,nvidia.com/gpu=8, used: pods=3,nvi
         ('Kubernetes: FailedCreate: Error creating: Pod "x" is invalid: spec.volumes: Invalid value', "Mend what"),
         ('Kubernetes: FailedCreate: Error creating: admission webhook "w.org" denied the request: no', "Mend what"),
         (FORBIDDEN + QUOTA + "pods=40,nvidia.com/gpu=8", "no 2 such pods be at once"),
+        (FORBIDDEN + "exceeded quota: q, requested: memory=2Ti, used: memory=0, limited: memory=3Ti", "no 2 such pods"),
+        (FORBIDDEN + "exceeded quota: q, requested: memory=2Ti, used: memory=9Pi, limited: memory=9Pi", ""),
+        (FORBIDDEN + "exceeded quota: q, requested: pods=1, used: pods=1E3, limited: pods=1E3", ""),
+        (FORBIDDEN + "exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9Xi", ""),  # who knows
+        (FORBIDDEN + "exceeded quota: q, requested: pods=500, used: pods=500, limited: pods=500", "no 2 such pods"),
+        *(
+            (f'Kubernetes: FailedCreate: Error creating: admission webhook "w.org" denied the request: {passing}', "")
+            for passing in (
+                "context deadline exceeded",
+                "dial tcp 10.0.0.1:443: connect: connection refused",
+                "Post https://r.test: net/http: TLS handshake timeout",
+                "etcdserver: leader changed",
+                "GET https://r.test/v2/: TOOMANYREQUESTS: rate",
+                "registry answers 503 Service Unavailable",
+                "unexpected status code: 502",
+            )
+        ),
         # what others give back, or a controller that is not up yet, may let pods come
         (FORBIDDEN + QUOTA + "pods=4,nvidia.com/gpu=24", ""),
         (FORBIDDEN + "exceeded quota: q, requested: pods=1", ""),  # an event's message is cut off
@@ -359,9 +379,29 @@ def test_pods_that_can_never_be_made_are_told_from_those_that_wait(said: str, cu
             "secret",
         ),
         ("ErrImagePull", "pull access denied, repository does not exist or may require authorization", "secret"),
+        ("ErrImagePull", "reading manifest x in r.test/t: manifest unknown", "secret"),
+        (
+            "ImagePullBackOff",
+            "Back-off: ErrImagePull: failed to authorize: GET https://r.test: 401 Unauthorized",
+            "secret",
+        ),
+        ("ErrImagePull", "failed to fetch oauth token: unexpected status: 403 Forbidden", "secret"),
+        ("ErrImagePull", "authorization failed: insufficient_scope: authorization failed", "secret"),
+        ("InvalidImageName", "couldn't parse image", "sha256"),
         ("ErrImagePull", "rpc error: dial tcp: lookup r.test: i/o timeout", ""),
+        ("ErrImagePull", "GET https://r.test: 403 Forbidden: Your authorization token has expired", ""),
+        (
+            "ErrImagePull",
+            "failed to prepare extraction snapshot: parent snapshot sha256:0 does not exist: not found",
+            "",
+        ),
+        ("ErrImagePull", "failed to resolve reference r.test/t: unexpected status: 503 Service Unavailable", ""),
+        ("ErrImagePull", "denied: quota of downloads for this hour", ""),
         ("ImagePullBackOff", 'Back-off pulling image "r.test/t"', ""),
         ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root", "kubernetes:"),
+        ("CreateContainerConfigError", 'secret "token" not found', "kubernetes:"),
+        ("CreateContainerConfigError", "couldn't find key a in ConfigMap n/c", "kubernetes:"),
+        ("CreateContainerConfigError", "failed to prepare subPath for volumeMount", ""),
         ("CreateContainerConfigError", "failed to sync secret cache: timed out waiting for the condition", ""),
     ],
 )
