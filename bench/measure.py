@@ -141,6 +141,18 @@ def machine_cpu_s() -> float:
     return sum(int(fields[place]) for place in (1, 2, 3, 6, 7)) * _TICK_S
 
 
+def _mib(pid: int) -> float:
+    """The peak of a process; of one that is a fork of its parent, with the same command line, what it has for itself
+    now: the parent's peak has the rest. Raises OSError or KeyError when it is gone."""
+    here = Path(f"/proc/{pid}")
+    values = dict(line.split(":", 1) for line in (here / "status").read_text().splitlines())
+    parent = Path(f"/proc/{int(values['PPid'])}/cmdline")
+    if (here / "cmdline").read_bytes() == parent.read_bytes():
+        rollup = (here / "smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_")) / 1024
+    return int(values["VmHWM"].split()[0]) / 1024
+
+
 class _Watch:
     """Looks at a process and its descendants until it is stopped: peak memory in MiB and CPU seconds, by process id.
 
@@ -158,10 +170,9 @@ class _Watch:
     def _look(self) -> None:
         while not self._end.wait(_LOOK_S):
             for pid in descendants(self._pid):
-                with suppress(OSError, StopIteration):
-                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-                    self.peaks[pid], self.cpu[pid] = kib / 1024, _cpu(pid, waited_for=False)
+                with suppress(OSError, KeyError):
+                    self.peaks[pid] = max(self.peaks.get(pid, 0.0), _mib(pid))
+                    self.cpu[pid] = _cpu(pid, waited_for=False)
 
     def stop(self) -> None:
         self._end.set()

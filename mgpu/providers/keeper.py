@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_train.agent.machine import procs
+from mgpu_train.system import prctl
 
 from mgpu.providers.local import containers
 
@@ -199,7 +200,7 @@ class Keeper:
             "lease": ["/bin/sh", f"{self.scripts}/lease.sh", *lease],
         }
         # sshd writes its title over its environment, mark and all: whoever looks for what is left does not see it
-        befores: dict[str, Callable[[], None]] = {"sshd": lambda: procs.die_with_parent(signal.SIGTERM, pid)}
+        befores: dict[str, Callable[[], None]] = {"sshd": lambda: prctl.die_with_parent(signal.SIGTERM, pid)}
         for name, command in commands.items():
             child = self.children.get(name)
             if child is None or child.poll() is not None:

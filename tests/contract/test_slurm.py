@@ -18,6 +18,7 @@ import pytest
 from fakes.slurm import Cluster
 from mgpu_train.agent.host.layout import LEASE
 from mgpu_train.agent.machine import ports, procs
+from mgpu_train.system import prctl
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
@@ -329,7 +330,7 @@ def serve(asked: Asked, port: int) -> subprocess.Popen[bytes]:
     me = os.getpid()
     server = subprocess.Popen(
         ["/usr/sbin/sshd", "-D", "-E", asked.folder / "sshd.log", "-f", asked.folder / "sshd_config"],
-        preexec_fn=lambda: procs.die_with_parent(signal.SIGTERM, me),
+        preexec_fn=lambda: prctl.die_with_parent(signal.SIGTERM, me),
     )
 
     def answers() -> bool:

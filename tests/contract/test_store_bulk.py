@@ -41,6 +41,7 @@ from waiting import until
 MIB = 1 << 20
 SIZE = 25 * MIB + 7  # four parts up, three ranges or so down
 ALWAYS_S = 60  # after which a test has hung
+STALL_S = 15  # a task that nobody works on ends so much later, as one that is too slow
 
 
 @pytest.fixture
@@ -386,6 +387,54 @@ def test_a_process_that_always_dies_is_given_up(weather, source):
     assert store.stat("f") is None
 
 
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_connections_process_that_is_killed_is_begun_again_with_all_others(weather, source, way):
+    killed = []
+
+    def kill(call) -> None:
+        if not killed and body(call) and (call.method == "GET") == (way == "down"):
+            killed.append(store._bulk.engine.pid)
+            os.kill(children(killed[0])[0], signal.SIGKILL)
+
+    store, _ = weather(kill, store_stall_s=STALL_S)
+    there_and_back(store, source)
+    gone(killed[0])
+    assert killed[0] != store._bulk.engine.pid
+
+
+def test_a_connections_process_that_always_dies_is_given_up(weather, source):
+    def kill(call) -> None:
+        if "partNumber=2&" in call.path:
+            for each in children(store._bulk.engine.pid):
+                os.kill(each, signal.SIGKILL)
+
+    store, _ = weather(kill, store_stall_s=STALL_S)
+    with pytest.raises(Unavailable, match=r"the process that moves the bytes failed: it ended 3 times.* -9"):
+        store.put_file("f", source)
+
+
+def test_a_process_that_is_killed_leaves_no_connections(weather, source):
+    """Not even one that waits for a silent server, and so does not look whether anybody needs it."""
+    over, lock, left = threading.Event(), threading.Lock(), []
+
+    def hold(call) -> None:
+        if body(call) and lock.acquire(blocking=False):  # the first, once
+            left.extend(children(store._bulk.engine.pid))
+            os.kill(store._bulk.engine.pid, signal.SIGKILL)
+        if left and not over.is_set() and body(call):
+            over.wait(ALWAYS_S)
+
+    store, _ = weather(hold)
+    sending = threading.Thread(target=store.put_file, args=("f", source), daemon=True)
+    sending.start()
+    until(lambda: len(left) == store._bulk.engine.settings.connections)
+    for each in left:
+        gone(each, 10)  # not after `store_read_s`
+    over.set()
+    sending.join(ALWAYS_S)
+    assert store.stat("f")
+
+
 def test_a_process_that_stands_still_is_ended(weather, source):
     stopped = []
 
@@ -457,10 +506,13 @@ def test_it_is_small(weather, source):
     """Whatever it moves: parts are never whole in memory."""
     store, _ = weather()
     there_and_back(store, source)
-    status = Path(f"/proc/{store._bulk.engine.pid}/status").read_text()
+    pid = store._bulk.engine.pid
+    status = Path(f"/proc/{pid}/status").read_text()
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert peak
-    assert int(peak[1]) < 50 * 1024
+    own = [own_kib(each) for each in children(pid)]
+    assert len(own) == store._bulk.engine.settings.connections
+    assert int(peak[1]) + sum(own) < 50 * 1024
 
 
 def test_what_it_imports_is_little():
@@ -714,7 +766,7 @@ def test_bodies_of_every_kind_are_read_whole(tmp_path, head, data, connections):
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=serve, args=(server,), daemon=True).start()
         route = Route(f"http://127.0.0.1:{server.getsockname()[1]}", "/b/", "us-east-1")
-        one = Engine(Timeouts(store_retry_s=1), Pace(None), lambda _expired: KEYS, threads=1)
+        one = Engine(Timeouts(store_retry_s=1), Pace(None), lambda _expired: KEYS, connections=1)
         for _ in range(3):
             to.write_bytes(b"")
             (answer,) = one.run([Task(0, "GET", route, "/b/f", 0, len(BODY), str(to))])
@@ -824,7 +876,13 @@ def children(pid: int) -> list[int]:
     ]
 
 
-def gone(pid: int) -> None:
+def own_kib(pid: int) -> int:
+    """Memory that a process shares with no other."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(map(int, re.findall(r"Private_\w+:\s+(\d+) kB", rollup)))
+
+
+def gone(pid: int, within_s: float = ALWAYS_S) -> None:
     """Waits until a process has ended."""
     there, stat = Path(f"/proc/{pid}"), Path(f"/proc/{pid}/stat")
-    until(lambda: not there.exists() or "Z" in stat.read_text().rpartition(")")[2][:3], ALWAYS_S, "it lives")
+    until(lambda: not there.exists() or "Z" in stat.read_text().rpartition(")")[2][:3], within_s, "it lives")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import socket
 import ssl
 import threading
 import time
+from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 from botocore.httpsession import get_cert_path
 from mgpu_train.store import Unavailable
+from mgpu_train.store.bulk.connections import Connection, Remote, Shared
 from mgpu_train.store.bulk.engine import Engine, Failed
 from mgpu_train.store.bulk.message import Keys, Route, Settings, Task
 from mgpu_train.store.bulk.wire import Wire
@@ -115,6 +120,83 @@ def test_a_bug_costs_its_task_and_not_the_worker():
         worker.run()
     assert [answer["error"]["kind"] for answer in told] == ["bug", "bug"]
     assert "KeyError" in told[0]["error"]["text"]
+
+
+def test_a_connections_process_hears_that_its_task_is_not_wanted_and_of_no_other():
+    """That an earlier one was not wanted may come after its answer."""
+    here, there = Pipe()
+    office = SimpleNamespace(settings=Settings(1, 1, 1, 1, 1), pace=Pace(None), keys=Keys("", ""))
+    remote, late = Remote(there, office, Shared(1), 0), replace(NOTHING, id=2)
+    keys = Keys("a", "b", "c")
+    here.send(None)
+    here.send((late, keys))
+    assert (remote.next(), remote.keys) == (late, keys)
+    assert not remote.unwanted(late)
+    here.send(None)
+    assert remote.unwanted(late)
+    assert remote.unwanted(late, ALWAYS_S)
+    here.close()
+    with pytest.raises(EOFError):
+        remote.next()
+
+
+def test_a_task_that_nobody_wants_any_more_ends_in_the_pause_before_its_next_try():
+    tasks, troubles, answers, wanted = SimpleQueue(), SimpleQueue(), SimpleQueue(), {NOTHING.id}
+    office = SimpleNamespace(
+        settings=Settings(1, connect_s=1, read_s=1, retry_s=100 * ALWAYS_S, idle_s=1),
+        pace=Pace(None),
+        keys=Keys("a", "b"),
+        next=tasks.get,
+        stumbled=troubles.put,
+        wanted=lambda task: task.id in wanted,
+        answer=lambda _task, **told: answers.put(told),
+    )
+    connection = Connection(office, Shared(1), 0)
+    try:
+        connection.start()
+        tasks.put(NOTHING)
+        assert "refused" in troubles.get(timeout=ALWAYS_S)
+        connection.look()
+        assert answers.empty(), "it is wanted"
+        wanted.clear()
+        connection.look()
+        assert answers.get(timeout=10)["error"]["kind"] == "cancelled"
+    finally:
+        connection.end()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(connection.pid, os.WNOHANG)  # nobody has to do so for it
+
+
+def test_what_connections_move_is_summed_across_processes():
+    shared = Shared(2)
+    shared.add(1, 5)
+    in_another_process(lambda: shared.add(0, -2))
+    assert shared.moved == 3
+
+
+def test_one_process_at_a_time_writes_to_a_file():
+    shared = Shared(2)
+    other = next(name for name in map(str, range(1000)) if hash(name) % 16 != hash("f") % 16)
+
+    def free(file: str) -> bool:
+        return bool(select.select([shared._turns[hash(file) % 16]], [], [], 0)[0])
+
+    with shared.turn("f"):
+        assert in_another_process(lambda: free("f")) == 0
+        assert in_another_process(lambda: free(other)) == 1
+    assert in_another_process(lambda: free("f")) == 1
+
+
+def in_another_process(work) -> int:
+    """Calls it in a process that is forked from this one, and returns what it returned, as an exit code."""
+    pid = os.fork()
+    if not pid:
+        code = 255
+        try:
+            code = int(work() or 0)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_connection_that_was_closed_gets_the_same_time_as_the_first():

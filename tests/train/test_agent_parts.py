@@ -41,6 +41,7 @@ from mgpu_train.errors import Refused
 from mgpu_train.launchers import Launcher
 from mgpu_train.store import Unavailable, disk, open_store
 from mgpu_train.store.base import ASIDE
+from mgpu_train.system import prctl
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
@@ -414,7 +415,7 @@ def test_of_a_process_that_is_gone_nothing_is_said_and_nothing_signalled(tmp_pat
     assert (procs.catches(child.pid, signal.SIGTERM), procs.command_line(child.pid)) == (False, "")
     assert not procs.kill_all(lambda: [SimpleNamespace(send=lambda _number: None)], -1), "it does not die"
     with pytest.raises(OSError, match="prctl"):
-        procs._prctl(-1, 0)
+        prctl._prctl(-1, 0)
     monkeypatch.setattr(procs, "_PROC", tmp_path)
     assert procs.out_of_memory_kills() == 0
     with pytest.raises(OSError, match="there is no /proc to read"):

@@ -13,16 +13,15 @@ from contextlib import suppress
 
 from mgpu_train.agent.machine.procs import (
     Process,
-    become_subreaper,
     boot_id,
     carriers,
     descendants,
-    die_with_parent,
     kill_all,
     me,
     of,
     uptime_s,
 )
+from mgpu_train.system.prctl import become_subreaper, die_with_parent
 
 __all__ = [
     "MARK",

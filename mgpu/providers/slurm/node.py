@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent.machine import procs
+from mgpu_train.system import prctl
 
 from mgpu.providers.keeper import Keeper, Terms, write
 
@@ -51,7 +51,7 @@ class Node(Keeper):
 
     def run(self) -> int:
         """Keeps the node until it is told to end; the task's exit code."""
-        procs.become_subreaper()
+        prctl.become_subreaper()
         wakeup = self.listen()
         reason, code = "the node's keeper failed", 1
         try:

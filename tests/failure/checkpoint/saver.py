@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from failure.checkpoint.points import Points, WatchedStore
-from mgpu_train.agent.machine import procs
 from mgpu_train.agent.uploads.saves import clear
 from mgpu_train.checkpoint.local import finished, write_aside
 from mgpu_train.checkpoint.log.commit_log import CommitLog
@@ -36,6 +35,7 @@ from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import Retention
 from mgpu_train.store import Store, open_store
+from mgpu_train.system import prctl
 from mgpu_train.timeouts import Timeouts
 
 NODES = 2
@@ -159,7 +159,7 @@ class Saver:
 
 def _child(request: Mapping[str, Any], store: Store, server: int) -> NoReturn:
     os.fsync = lambda _descriptor: None  # who is killed loses nothing that the system was given
-    procs.die_with_parent(signal.SIGKILL, server)
+    prctl.die_with_parent(signal.SIGKILL, server)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
     try:

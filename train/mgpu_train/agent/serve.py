@@ -9,11 +9,12 @@ from pathlib import Path
 from mgpu_train.agent import renewal
 from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine import identity, procs
+from mgpu_train.agent.machine import identity
 from mgpu_train.agent.phases.life import live
 from mgpu_train.agent.status import report
 from mgpu_train.agent.status.status import Phase
 from mgpu_train.config import Job, Secrets
+from mgpu_train.system.prctl import become_subreaper
 
 
 def serve(job: Job, secrets: Secrets, layout: RunLayout, ready: int) -> None:
@@ -23,7 +24,7 @@ def serve(job: Job, secrets: Secrets, layout: RunLayout, ready: int) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: stop.ask(now=True))
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # not SIG_IGN: programs that it starts would inherit that
-    procs.become_subreaper()
+    become_subreaper()
     identity.write(layout, job.attempt)
     attempt = Attempt(job, secrets, layout, stop)
     _listen(attempt, layout)

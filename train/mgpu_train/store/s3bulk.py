@@ -111,7 +111,7 @@ class Bulk:
 
     def _range(self, size: int) -> int:
         """Bytes of a range: as many as there are connections, unless that makes them very short or long."""
-        return min(_LONGEST_RANGE, max(PART, -(-size // self.engine.settings.threads)))
+        return min(_LONGEST_RANGE, max(PART, -(-size // self.engine.settings.connections)))
 
     def _run(self, doing: str, tasks: Sequence[Task], progress: Progress | None = None) -> list[dict[str, Any]]:
         try:

@@ -20,6 +20,7 @@ from mgpu_train.agent.machine import procs
 from mgpu_train.agent.status.log import hide, last_words, peer_lost
 from mgpu_train.config import Job, Model, Outcome, Rate
 from mgpu_train.health.hardware import lacks_memory
+from mgpu_train.system import prctl
 from mgpu_train.trials.lr_range import curve
 
 _LOOK_S = 0.05
@@ -75,7 +76,7 @@ class Ranks:
                         stdout=log,
                         stderr=log,
                         start_new_session=True,
-                        preexec_fn=lambda: procs.die_with_parent(signal.SIGKILL, parent),
+                        preexec_fn=lambda: prctl.die_with_parent(signal.SIGKILL, parent),
                     )
                 )
 

@@ -6,7 +6,6 @@ only: the operator's provider `local` stands on this module too, and its node pr
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -19,9 +18,6 @@ from pathlib import Path
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 MOST_FILES = 1 << 20  # Linux's own limit of one process, unless somebody raises it (fs.nr_open)
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
 
 
 @dataclass(frozen=True)
@@ -202,18 +198,6 @@ def reap(orphans_of: int, spare: int) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def become_subreaper() -> None:
-    """From here on orphans below this process become its children: nothing that runs below it gets away."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(signum: int, parent: int) -> None:
-    """This process, a fresh child of `parent`, gets `signum` when the parent's thread that made it ends."""
-    _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
-
-
 def open_many_files() -> None:
     """This process, and what it starts, may open as many files as it is allowed to: shells give 1,024, and each tensor
     that a loader's worker hands over is one. Not more than MOST_FILES: some programs close all that there may be."""
@@ -221,11 +205,6 @@ def open_many_files() -> None:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _pids() -> Iterator[int]:

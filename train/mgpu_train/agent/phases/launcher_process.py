@@ -21,6 +21,7 @@ from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
 from mgpu_train.health import hardware
 from mgpu_train.launchers import TORCHRUN
+from mgpu_train.system import prctl
 
 FLIGHT = "flight-"  # and the rank: what torch's flight recorder leaves
 _STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
@@ -210,7 +211,7 @@ class LauncherProcess:
 def _prepare(launch: Launch, agent: int) -> None:
     """In the launcher's process, before it is what it will be."""
     procs.open_many_files()
-    procs.die_with_parent(launch.orphaned, agent)
+    prctl.die_with_parent(launch.orphaned, agent)
 
 
 def kill_below(deadline_s: float, spare: int = 0) -> bool:

@@ -1,10 +1,11 @@
-"""The process that moves large bodies: tasks in by standard input, answers out by standard output.
+"""The process that has large bodies moved: tasks in by standard input, answers out by standard output.
 
 It ends when its input does, which is when the process that uses it is gone, and when it had nothing to do for a while.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,27 +15,28 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from mgpu_train.store.bulk.connections import Connection, Shared
 from mgpu_train.store.bulk.line import Line
 from mgpu_train.store.bulk.message import Keys, Settings, Task, task_of
 from mgpu_train.store.bulk.wire import Trouble
-from mgpu_train.store.bulk.worker import Worker
 from mgpu_train.store.pace import Pace
 
 _TELL_EVERY_S = 0.2
 
 
 class TaskQueue:
-    """The line of tasks, and what is known of them; see worker.Tasks."""
+    """The line of tasks, and what is known of them; see connections.Queue."""
 
     def __init__(self, settings: Settings, out: int = 1) -> None:
         self.settings = settings
         self.pace = Pace(settings.bytes_per_s, shared=settings.pace)
         self.keys = Keys("", "")
+        self.shared = Shared(settings.connections)
         self._out = out
         self._line = Line()
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._wanted: set[int] = set()  # ids of tasks that are not answered
-        self._moved = self._told = 0
+        self._told = 0
         self._trouble = ""
         self._busy = time.monotonic()
 
@@ -51,13 +53,12 @@ class TaskQueue:
         if "forget" in told:
             with self._lock:
                 self._wanted -= set(told["forget"])
-                self._lock.notify_all()
 
     def next(self) -> Task:
         """The next task that is still wanted; waits for it."""
         while True:
             task = self._line.get()
-            if not self.unwanted(task):
+            if self.wanted(task):
                 return task
             self.answer(task, error=Trouble("cancelled", "").told)
 
@@ -71,21 +72,13 @@ class TaskQueue:
                 self._trouble = ""
         self._tell(id=task.id, **told)
 
-    def moved(self, count: int) -> None:
-        """So many bytes went through a socket; negative ones have to go again."""
-        with self._lock:
-            self._moved += count
-
-    def stumbled(self, trouble: Trouble) -> None:
+    def stumbled(self, words: str) -> None:
         """A try failed, and there will be another."""
-        self._trouble = f"{trouble.told['code']} {trouble}".strip()
+        self._trouble = words
 
-    def unwanted(self, task: Task, within_s: float = 0) -> bool:
-        """True: nobody waits for this task any more, or not after some time."""
-        if not within_s:
-            return task.id not in self._wanted
-        with self._lock:
-            return self._lock.wait_for(lambda: task.id not in self._wanted, within_s)
+    def wanted(self, task: Task) -> bool:
+        """True: somebody waits for this task."""
+        return task.id in self._wanted
 
     def idle(self) -> bool:
         """True when there was nothing to do for a while."""
@@ -94,7 +87,7 @@ class TaskQueue:
 
     def report(self) -> None:
         """Say how much went through, where that changed."""
-        moved = self._moved
+        moved = self.shared.moved
         if moved != self._told or self._trouble:
             self._told = moved
             self._tell(moved=moved, trouble=self._trouble)
@@ -109,17 +102,28 @@ class TaskQueue:
 def serve(lines: Iterable[bytes], settings: Settings) -> None:
     """Does what the lines ask for, until there are none."""
     queue = TaskQueue(settings)
-    for _ in range(settings.threads):
-        Worker(queue).start()
-    threading.Thread(target=_keep_telling, args=(queue,), daemon=True).start()
+    gc.freeze()  # what is shared with forked processes is not to be written to
+    connections = [Connection(queue, queue.shared, number) for number in range(settings.connections)]
+    for each in connections:
+        each.start()
+    threading.Thread(target=_keep_telling, args=(queue, connections), daemon=True).start()
     for line in lines:
         queue.hear(line)
+        for each in connections:
+            each.look()
+    _end(connections)
 
 
-def _keep_telling(queue: TaskQueue) -> None:
+def _keep_telling(queue: TaskQueue, connections: list[Connection]) -> None:
     while not queue.idle():
         time.sleep(_TELL_EVERY_S)
         queue.report()
+    _end(connections)
+
+
+def _end(connections: list[Connection]) -> None:
+    for each in connections:
+        each.end()
     os._exit(0)
 
 

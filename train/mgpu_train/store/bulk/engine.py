@@ -26,8 +26,8 @@ from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
 
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-# connections: each is a thread, and more of them than cores cost more in turns taken than they move
-_THREADS = max(3, min(8, hardware.cores() + 1))
+# each is a process, and more of them than cores take turns with each other
+_CONNECTIONS = max(3, min(8, hardware.cores() + 1))
 _AHEAD = 12  # tasks of one transfer that the process holds: files take turns, and its input never fills up
 _STARTS = 3  # of one task; it may be the task that kills the process
 _IDLE_S = 10.0  # then the process ends; starting another takes a tenth of a second
@@ -72,12 +72,12 @@ class Engine:
         pace: Pace,
         keys: Callable[[bool], Keys],
         *,
-        threads: int = _THREADS,
+        connections: int = _CONNECTIONS,
         idle_s: float = _IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = Settings(
-            threads=threads,
+            connections=connections,
             connect_s=timeouts.store_connect_s,
             read_s=timeouts.store_read_s,
             retry_s=timeouts.store_retry_s,

@@ -52,7 +52,7 @@ class Keys:
 class Settings:
     """How a process works; times in seconds, `pace` the descriptor of a shared Pace."""
 
-    threads: int
+    connections: int
     connect_s: float
     read_s: float
     retry_s: float

@@ -10,10 +10,9 @@ import os
 import random
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -27,7 +26,6 @@ _PIECE = 256 << 10  # bytes between file and socket; the cache holds them
 _WRITE = 64 << 10  # bytes a call: more make larger folios, which ext4 took up to four times the CPU for (Linux 6.18)
 _LEAST_PIECE = 4 << 10
 _PIECES_A_SECOND = 8  # under a bound on bytes per second: no connection is quiet for long
-_TURNS = tuple(threading.Lock() for _ in range(64))  # those who wait for a file's own lock spin
 Send = Callable[[socket.socket], None]
 
 
@@ -58,12 +56,15 @@ class Tasks(Protocol):
         """True: nobody waits for this task any more, or not after some time."""
         ...
 
+    def turn(self, task: Task) -> AbstractContextManager[None]:
+        """Inside it nobody else writes to the file of this task: those who wait for its own lock spin."""
+        ...
 
-class Worker(threading.Thread):
-    """Holds one connection and one piece in memory. Ends with its process."""
+
+class Worker:
+    """Holds one connection and one piece in memory."""
 
     def __init__(self, tasks: Tasks) -> None:
-        super().__init__(daemon=True)
         self._tasks, self._pace = tasks, tasks.pace
         self._wire = Wire(tasks.settings.connect_s, tasks.settings.read_s)
         rate = tasks.pace.bytes_per_s
@@ -72,7 +73,7 @@ class Worker(threading.Thread):
         self._sent = self._got = self._crc = 0  # bytes of this try; bytes of this task that stay, and their checksum
 
     def run(self) -> None:
-        """Works as long as the process lives."""
+        """Works until there is no next task, which the tasks raise."""
         while True:
             task = self._tasks.next()
             try:
@@ -202,7 +203,7 @@ class Worker(threading.Thread):
             self._check(task)
             piece = self._piece[:count]
             if file:
-                with _turn(task):
+                with self._tasks.turn(task):
                     _write(file, piece)
             self._crc = more(piece, self._crc)
             self._got += count
@@ -237,10 +238,6 @@ def _opened(task: Task) -> Iterator[io.FileIO]:
 def identity(found: os.stat_result) -> tuple[int, ...]:
     """What is another after a file was replaced, cut or written to."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _turn(task: Task) -> threading.Lock:
-    return _TURNS[hash(task.file) % len(_TURNS)]
 
 
 def _write(file: io.FileIO, piece: memoryview) -> None:
