@@ -1,7 +1,7 @@
 """A process for each connection: in one process their threads would hand the interpreter's lock to and fro.
 
-Over TLS that was half of the time: it gives 16 KiB a call, and each call gives the lock away. The processes are forked,
-so they share the memory of what is imported.
+TLS gives 16 KiB a call, and each call gives the lock away. The processes are forked, so they share the memory of what
+is imported.
 
     queue  <--->  Connection (a thread)  <== pipe ==>  Remote  <--->  Worker (a process of its own)
 """
