@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from mgpu_train.agent.machine import procs
+from mgpu_train.system import prctl
 
 from mgpu import providers
 from mgpu.providers.local import containers
@@ -22,6 +23,7 @@ def packed(files: Mapping[str, str]) -> str:
     shared = resources.files(providers)
     modules = {
         "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(),
+        "mgpu_train/system/prctl.py": Path(prctl.__file__).read_text(),
         "mgpu/providers/local/containers.py": Path(containers.__file__).read_text(),
         "mgpu/providers/keeper.py": shared.joinpath("keeper.py").read_text(),
     }
