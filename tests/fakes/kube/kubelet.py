@@ -129,7 +129,9 @@ class Pod:
         reference = self.seen["spec"]["containers"][0].get("image", "")
         image = self._kubelet.images().get(reference)
         if image is None:
-            raise NotYet("ImagePullBackOff", f'Back-off pulling image "{reference}": not found')
+            # as containerd says it
+            why = f'failed to pull and unpack image "{reference}": failed to resolve reference "{reference}"'
+            raise NotYet("ImagePullBackOff", f'Back-off pulling image "{reference}": ErrImagePull: {why}: not found')
         address = self._kubelet.address(self)
         known = manifest.facts(self.seen, self._kubelet.node, address)
         env = manifest.environment(self._api, self.seen, known, image)
