@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mgpu_train.agent.machine import procs
+from mgpu_train.system import prctl
 
 from mgpu.providers.slurm import node
 
@@ -55,7 +56,7 @@ def test_a_node_whose_processes_live_on_has_not_ended_and_is_swept_again(make: M
     keeper = make()
     with monkeypatch.context() as stuck:
         stuck.setattr(procs, "kill_all", lambda *_, **__: False)
-        stuck.setattr(procs, "become_subreaper", lambda: None)
+        stuck.setattr(prctl, "become_subreaper", lambda: None)
         stuck.setattr(keeper, "listen", lambda: 0)
         stuck.setattr(keeper, "serve", lambda: setattr(keeper, "ending", "given back"))
         assert keeper.run() == 1
