@@ -11,6 +11,7 @@ from mgpu.errors import InputError, StackError
 
 _LARGEST = 64 << 20  # bytes
 _TRIES = 100
+_VERSION = 1
 
 Plain = dict[str, Any]
 T = TypeVar("T")
@@ -29,14 +30,19 @@ def read(key: str) -> Plain | None:
 
 
 def change(key: str, how: Callable[[Plain | None], Plain]) -> Plain:
-    """Writes what `how` makes of the object as it is, None: there is none; where somebody else is faster, of what that
-    one has made of it. What `how` raises is raised, and nothing is written.
+    """Changes the fields that `how` makes of the object as it is, None: there is none; where somebody else is faster,
+    of what that one has made of it. Its other fields stay: a newer mgpu may have written them. Returns the whole.
+    What `how` raises is raised, and nothing is written.
 
     Raises:
         StackError: the backend does not answer, or others never stop writing.
         InputError: as `read` does.
     """
-    return write(key, f"{key} of the backend", _TRIES, lambda: _read(key), how, _data)
+
+    def changed(found: Plain | None) -> Plain:
+        return {**(found or {"version": _VERSION}), **how(found)}
+
+    return write(key, f"{key} of the backend", _TRIES, lambda: _read(key), changed, _data)
 
 
 def write(
@@ -90,7 +96,7 @@ def _parsed(key: str, data: bytes) -> Plain:
         version = whole["version"]
     except (ValueError, LookupError, TypeError) as error:
         raise InputError(f"{here.place}/{key} cannot be read", str(error), "Mend it, or remove it.") from error
-    if version != 1:
+    if version != _VERSION:
         cure = "Use the newest mgpu on every machine that shares a backend."
-        raise InputError(f"{here.place}/{key} is of version {version}", "This mgpu reads version 1.", cure)
+        raise InputError(f"{here.place}/{key} is of version {version}", f"This mgpu reads version {_VERSION}.", cure)
     return whole

@@ -74,10 +74,7 @@ def limits() -> Limits:
 def change(**wanted: float) -> Limits:
     """Sets some of the limits; 0: none any more. Raises StackError."""
     return _limits(
-        objects.change(
-            _LIMITS,
-            lambda kept: {**(kept or {"version": 1}), **asdict(replace(_limits(kept), **wanted))},  # type: ignore[arg-type]
-        )
+        objects.change(_LIMITS, lambda kept: asdict(replace(_limits(kept), **wanted)))  # type: ignore[arg-type]
     )
 
 
@@ -218,18 +215,14 @@ def claim(run_id: str, usd_per_hour: Callable[[], float | None]) -> bool:
     def claimed(kept: Mapping[str, Any] | None) -> dict[str, Any]:
         used, lives = _in_use(_claims(kept), now, run_id)
         _require(wanted, used, price)
-        return _plain(kept, {**lives, run_id: {"usd_per_hour": price, "at": now}})
+        return {"claims": {**lives, run_id: {"usd_per_hour": price, "at": now}}}
 
     objects.change(_CLAIMS, claimed)
     return True
 
 
 def _but(kept: Mapping[str, Any] | None, run_id: str) -> dict[str, Any]:
-    return _plain(kept, {run: each for run, each in _claims(kept).items() if run != run_id})
-
-
-def _plain(kept: Mapping[str, Any] | None, claims: Mapping[str, Claim]) -> dict[str, Any]:
-    return {**(kept or {"version": 1}), "claims": claims}
+    return {"claims": {run: each for run, each in _claims(kept).items() if run != run_id}}
 
 
 # ---- the month's budget

@@ -181,6 +181,4 @@ def remember(records: Iterable[Record]) -> None:
     costly = [plain(record) for record in records if record.spending or record.price_usd_per_hour]
     slim = {each["run_id"]: {name: each[name] for name in _KEPT} for each in costly}
     if slim:
-        objects.change(
-            _REMOVED, lambda kept: {**(kept or {"version": 1}), "runs": {**(kept or {"runs": {}})["runs"], **slim}}
-        )
+        objects.change(_REMOVED, lambda kept: {"runs": {**(kept or {"runs": {}})["runs"], **slim}})

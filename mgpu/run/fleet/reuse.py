@@ -260,11 +260,11 @@ def claim(run: Record) -> Kept | None:
         records, lives = _look(found, now)
         mine[:] = [chosen := choice(kept(records, lives, now), run, now)]
         if chosen is None:
-            return _plain(found, _but(lives, run.run_id))
+            return {"claims": _but(lives, run.run_id)}
         before = next((each for each in lives.get(chosen.name, ()) if each["run"] == run.run_id), None)
         fresh = before is not None and now - before["at"] < _RENEW_S
         mine_now = before if before and fresh else _of(run.run_id, now, chosen.uses[run.run_id])
-        return _with(found, lives, chosen.name, mine_now)
+        return {"claims": _with(lives, chosen.name, mine_now)}
 
     if choice(standing(now), run, now) is None:
         return None
@@ -280,7 +280,7 @@ def take(fleet: str, run_id: str) -> str:
     def taken(found: Mapping[str, Any] | None) -> dict[str, Any]:
         _, lives = _look(found, now)
         other[0] = _other(lives, fleet, run_id)
-        return _plain(found, lives) if other[0] else _with(found, lives, fleet, _of(run_id, now, ()))
+        return {"claims": lives if other[0] else _with(lives, fleet, _of(run_id, now, ()))}
 
     objects.change(_CLAIMS, taken)
     return other[0]
@@ -318,22 +318,16 @@ def _but(claims: Mapping[str, Sequence[Claim]], run_id: str) -> dict[str, list[C
     return {name: those for name, those in left.items() if those}
 
 
-def _with(
-    found: Mapping[str, Any] | None, claims: Mapping[str, Sequence[Claim]], fleet: str, mine: Claim
-) -> dict[str, Any]:
+def _with(claims: Mapping[str, Sequence[Claim]], fleet: str, mine: Claim) -> dict[str, list[Claim]]:
     others = _but(claims, mine["run"])
-    return _plain(found, {**others, fleet: sorted([*others.get(fleet, []), mine], key=lambda each: str(each["run"]))})
+    return {**others, fleet: sorted([*others.get(fleet, []), mine], key=lambda each: str(each["run"]))}
 
 
 def let_go(run_id: str) -> None:
     """Gives up what the run has claimed; where the backend does not answer, it lapses."""
     with suppress(StackError):
-        objects.change(_CLAIMS, lambda found: _plain(found, _but(_claims(found), run_id)))
+        objects.change(_CLAIMS, lambda found: {"claims": _but(_claims(found), run_id)})
 
 
 def _claims(found: Mapping[str, Any] | None) -> dict[str, list[Claim]]:
     return dict(found["claims"]) if found else {}
-
-
-def _plain(found: Mapping[str, Any] | None, claims: Mapping[str, Sequence[Claim]]) -> dict[str, Any]:
-    return {**(found or {"version": 1}), "claims": dict(claims)}
