@@ -24,6 +24,7 @@ from mgpu_train.optim import base as optim
 from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
+from mgpu_train.strategies import precision
 from mgpu_train.tasks.base import Layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,32 @@ TINY = ModelConfig(layers=2, dim=32, heads=2)
 
 def target(**given) -> CheckpointTarget:
     return CheckpointTarget(to="file:///x", writers="all", **given)
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("tf32", True), ("bf16", True)])
+def test_convolutions_lose_bits_only_where_products_may(monkeypatch, name, allowed):
+    """Torch allows it in convolutions, unless it is told not to."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    products = torch.get_float32_matmul_precision()
+    try:
+        precision.allow(precision.POLICIES[name], torch.device("cuda"))
+        assert (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision() == "high") == (allowed, allowed)
+    finally:
+        torch.set_float32_matmul_precision(products)
+
+
+@pytest.mark.parametrize(
+    ("low", "between"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_what_is_handed_from_block_to_block_has_the_types_of_the_policy(low, between):
+    model, seen = GPT(TINY, 8), list[torch.dtype]()
+    model.initialise()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    with torch.autocast("cpu", low, enabled=low is not None):
+        logits = model(torch.zeros(1, 8, dtype=torch.long))
+    assert seen == [between] * TINY.layers
+    assert logits.dtype == (low or torch.float32)
 
 
 class TestLearningRate:

@@ -63,3 +63,4 @@ def allow(policy: Policy, device: torch.device) -> None:
     """Sets what torch keeps for the whole process."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = policy.tf32  # convolutions, in which torch allows it unless told otherwise
