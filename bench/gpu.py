@@ -87,7 +87,7 @@ def run(name: str, limit_s: float) -> Figures:
     with tempfile.TemporaryDirectory(dir=aside, ignore_cleanup_errors=True) as folder:
         argv, env = ["bench.gpu_parts", name, folder, json.dumps(asdict(Shape()))], dict(os.environ)
         if name == "tests":
-            argv, env = ["pytest", "-q", "-n", "8", "--dist", "load", "tests/gpu"], {**env, "MGPU_REQUIRE": "cuda"}
+            argv, env = ["pytest", "-q", "-n", "8", "tests/gpu"], {**env, "MGPU_REQUIRE": "cuda"}
         try:
             done = subprocess.run(
                 [sys.executable, "-m", *argv],

@@ -37,6 +37,7 @@ TOGETHER = {
         "tests/train/test_trainer",
     ),
 }
+APART = "tests/gpu/"  # few files of tests that share nothing: each has a process of its own, of many seconds
 
 # Seconds that a slow test takes, until a run on this machine has measured it. The first prefix that fits holds.
 QUICK = 0.2
@@ -59,7 +60,7 @@ def shared(nodeid: str) -> str | None:
 
 
 class LongestFirst(LoadFileScheduling):
-    """Tests of one file share a worker, and those of TOGETHER do. The longest comes first, so that none is begun when
+    """Tests of one file share a worker, and those of TOGETHER do, but for those that are APART. The longest comes first, so that none is begun when
     all else is done."""
 
     def __init__(self, config: pytest.Config, log: Any, seconds: Mapping[str, float]) -> None:
@@ -67,7 +68,7 @@ class LongestFirst(LoadFileScheduling):
         self._seconds, self._slow = seconds, draw.slow_tests()
 
     def _split_scope(self, nodeid: str) -> str:
-        return shared(nodeid) or super()._split_scope(nodeid)
+        return nodeid if nodeid.startswith(APART) else shared(nodeid) or super()._split_scope(nodeid)
 
     def _reschedule(self, node: Any) -> None:
         # A worker begins its last test only when it knows what comes next. Told earlier than that, files would wait

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import draw
 import pytest
-from scheduling import KUBERNETES, TOGETHER, WHOLE_RUNS, WHOLE_RUNS_AT_ONCE, LongestFirst, shared
+from scheduling import APART, KUBERNETES, TOGETHER, WHOLE_RUNS, WHOLE_RUNS_AT_ONCE, LongestFirst, shared
 
 RUNS = {f"{folder}test_{n}.py": [40.0, 2.0, 30.0] for n, folder in enumerate(WHOLE_RUNS)}
 WAITING = {f"tests/unit/test_{n}.py": [0.5] * n + [5.0] for n in range(30)}
@@ -133,6 +133,10 @@ def test_files_that_share_what_takes_long_to_start_share_a_worker(config):
     run = play(config, {**WAITING, **RUNS, **{file: [30.0, 1.0] for group in groups for file in group}})
     for group in groups:
         assert len({run.by[f"{file}::test_{n}"] for file in group for n in (0, 1)}) == 1
+
+
+def test_a_file_of_tests_that_share_nothing_is_spread_over_all_workers(config):
+    assert play(config, {f"{APART}test_it.py": [10.0] * 16}).ended_at == 40
 
 
 def test_cases_of_the_contract_on_kubernetes_are_with_its_other_tests():
