@@ -60,8 +60,8 @@ def shared(nodeid: str) -> str | None:
 
 
 class LongestFirst(LoadFileScheduling):
-    """Tests of one file share a worker, and those of TOGETHER do, but for those that are APART. The longest comes first, so that none is begun when
-    all else is done."""
+    """Tests of one file share a worker, and those of TOGETHER do, but none of those that are APART. The longest comes
+    first, so that none is begun when all else is done."""
 
     def __init__(self, config: pytest.Config, log: Any, seconds: Mapping[str, float]) -> None:
         super().__init__(config, log)

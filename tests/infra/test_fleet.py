@@ -13,12 +13,21 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import AuthError, HostKeyMismatch, NoCapacity, NoOffer, RateLimited, TeardownIncomplete, Transient
+from mgpu.errors import (
+    AuthError,
+    HostKeyMismatch,
+    NoCapacity,
+    NoOffer,
+    QuotaExceeded,
+    RateLimited,
+    TeardownIncomplete,
+    Transient,
+)
 from mgpu.events import Event
 from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
-from mgpu.iac.types import contact, fleet, generations
+from mgpu.iac.types import contact, fleet, generations, sweep
 from mgpu.iac.types.fleet_model import Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
@@ -207,6 +216,32 @@ def test_nothing_stays_at_a_provider_that_is_left_because_its_price_has_risen(
     fake.price = 0.05
     _, made = handler.create(call, inputs)
     assert made["generation"] == 2, "a token of the gang that was ended would name that one"
+
+
+def test_what_a_dead_create_of_another_machine_holds_is_not_left_where_nothing_is_granted(here, wire, fake, tmp_path):
+    """The limit of the account is used up by the gang that nobody knows of: it is ended, and another one is made."""
+    inputs = wire.inputs(here, WANTED)
+    called = threading.Event()
+    first, second = (Call(here, Settings(tmp_path / each, "o"), lambda _: None, called, False) for each in ("a", "b"))
+    handler = fleet.FleetHandler(Timeouts())
+    handler.create(first, inputs)
+    stands, create = fake.running, fake.create
+
+    limit = 2
+
+    def limited(*asked):
+        if len(fake.running) + 2 > limit:
+            raise QuotaExceeded(f"{limit} machines at most")
+        return create(*asked)
+
+    fake.create = limited
+    _, made = handler.create(second, inputs)
+    assert set(ids(made)) == fake.running
+    assert not stands & fake.running
+    limit = 0
+    with pytest.raises(QuotaExceeded):
+        handler.create(first, inputs)
+    assert fake.running == set()
 
 
 def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):
@@ -917,9 +952,7 @@ def test_machines_of_a_create_that_was_cut_off_are_what_the_plan_lacks(here, wir
         return found if len(asked) > 1 else found.model_copy(update={"offers": ()})
 
     monkeypatch.setattr(fake, "offers", sold_out)
-    monkeypatch.setattr("mgpu.iac.types.fleet.sweep", lambda *_: generations.swept(
-        tmp_path, inputs["name"], generations.begun(tmp_path, inputs["name"])
-    ))  # fmt: skip
+    monkeypatch.setattr(sweep, "_listed_at", lambda *_: 0.0)  # what it was asked for would be listed by now
     _, made = fleet.FleetHandler(Timeouts()).create(call, inputs)
     assert (len(made["machines"]), len(asked)) == (WANTED["nodes"], 2)
 

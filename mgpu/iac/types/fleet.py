@@ -28,7 +28,8 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import acquire
 from mgpu.acquire import Acquired, Terms, fit
 from mgpu.acquire.fit import Machines
-from mgpu.errors import Conflict, InputError, MgpuError, NoOffer, StackError
+from mgpu.acquire.refusals import REFUSED
+from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
@@ -76,20 +77,25 @@ class FleetHandler:
 
     def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
         """Plans, then rents the whole gang; what an interrupted create of the same generation made is adopted. Where no
-        offer fits, nothing of the fleet is left at the provider."""
+        offer fits or is granted, nothing of the fleet is left at the provider."""
         if call.preview:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
         try:
-            plan = self._planned(call, provider, wanted)
-        except NoOffer:
+            made, plan = self._rented(call, provider, wanted)
+        except REFUSED:
             # what a create that was cut off has made, perhaps on another machine, may be what is missing now, or be of
-            # an offer that is left out by now; whoever hears NoOffer asks another provider: nothing stays here then
+            # an offer that is left out by now; whoever hears of this asks another provider: nothing stays here then
             owner, name = wanted.owner, wanted.name
             look = partial(sweep, call, provider, owner, name, self._timeouts)
-            acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait)
-            plan = self._planned(call, provider, wanted)
+            if not acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait):
+                raise
+            made, plan = self._rented(call, provider, wanted)
+        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+
+    def _rented(self, call: Call, provider: Provider, wanted: FleetInputs) -> tuple[Acquired, Plan]:
+        plan = self._planned(call, provider, wanted)
         cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
         terms["max_usd"] = self._max_usd
@@ -98,8 +104,7 @@ class FleetHandler:
             request = wanted.request(generation, cap_s)
             return acquire.acquire(provider, request, plan.offers, journal, **terms)
 
-        made = self._search(call, provider, wanted, rent)
-        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+        return self._search(call, provider, wanted, rent), plan
 
     def _planned(self, call: Call, provider: Provider, wanted: FleetInputs) -> Plan:
         plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))

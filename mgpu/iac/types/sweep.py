@@ -28,9 +28,10 @@ def sweep(
     timeouts: Timeouts,
     keep: Collection[str] = (),
     now: Callable[[], float] = time.time,
-) -> None:
+) -> bool:
     """Ends everything that the provider lists under this owner and fleet, but the machines in `keep`: at once what is
     listed now, and what is listed later, as long as something may be that was asked for last. `now` is in UNIX seconds.
+    Whether there was something, or may have been.
 
     Raises:
         TeardownIncomplete: it was cancelled before that.
@@ -38,10 +39,10 @@ def sweep(
     """
     folder = call.settings.state_dir
     begun = [each for each in generations.begun(folder, fleet) if each.provider in ("", provider.name)]
-    sure_at, told = _listed_at(provider, begun, timeouts, now()), False
+    sure_at, told, ended = _listed_at(provider, begun, timeouts, now()), False, False
     for pause in pauses(_LISTING_PAUSE * timeouts.describe_every_s):
         left_s = sure_at - now()  # read before the listing: what is shown only after that comes next time
-        _end_listed(call, provider, owner, fleet, timeouts, keep)
+        ended |= _end_listed(call, provider, owner, fleet, timeouts, keep)
         if left_s <= 0:
             break
         if not told:
@@ -52,12 +53,13 @@ def sweep(
             raise TeardownIncomplete(what, f"looking for them was cancelled {left_s:.0f} s too early", CURE)
     if begun:
         generations.swept(folder, fleet, begun)
+    return ended or bool(begun)
 
 
 def _end_listed(
     call: Call, provider: Provider, owner: str, fleet: str, timeouts: Timeouts, keep: Collection[str]
-) -> None:
-    kept = frozenset(keep)
+) -> bool:
+    kept, ended = frozenset(keep), False
     for handle in provider.list_owned(owner):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
         if handle.fleet != fleet or not strays:
@@ -65,6 +67,8 @@ def _end_listed(
         call.emit(Warned(f"ending {', '.join(strays)}: an interrupted operation left them outside the state"))
         acquire.destroy(provider, handle.model_copy(update={"ids": strays}), timeouts=timeouts, emit=call.emit)
         generations.used(call.settings.state_dir, fleet, handle.generation)
+        ended = True
+    return ended
 
 
 def _listed_at(provider: Provider, begun: Sequence[Begun], timeouts: Timeouts, now: float) -> float:
