@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from mgpu.errors import ProviderError, RateLimited, Transient
+from mgpu.events import Emit, Note
 
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
 _T = TypeVar("_T")
@@ -34,14 +35,19 @@ class Backoff:
         return pause
 
 
-def patiently(ask: Callable[[], _T], limit_s: float, cancelled: Callable[[float], bool]) -> _T:
-    """The answer; asked for again while the provider is busy or does not answer, for so long at most. Raises what `ask`
-    raises; `cancelled` waits for so many seconds, and is true where the patience is to end."""
-    until, trouble = time.monotonic() + limit_s, Backoff()
+def patiently(ask: Callable[[], _T], limit_s: float, cancelled: Callable[[float], bool], emit: Emit) -> _T:
+    """The answer; asked for again while the provider is busy or does not answer, for so long at most, which is told
+    once. Raises what `ask` raises; `cancelled` waits for so many seconds, and is true where the patience is to end."""
+    until, trouble, told = time.monotonic() + limit_s, Backoff(), False
     while True:
         try:
             return ask()
         except (RateLimited, Transient) as error:
             pause = trouble.next(error)
-            if time.monotonic() + pause > until or cancelled(pause):
+            if time.monotonic() + pause > until:
+                raise
+            if not told:
+                emit(Note(f"{error.what}: it is asked again, for up to {limit_s:.0f} s"))
+                told = True
+            if cancelled(pause):
                 raise

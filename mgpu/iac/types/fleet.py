@@ -89,7 +89,7 @@ class FleetHandler:
             # an offer that is left out by now; whoever hears of this asks another provider: nothing stays here then
             owner, name = wanted.owner, wanted.name
             look = partial(sweep, call, provider, owner, name, self._timeouts)
-            if not acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait):
+            if not acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait, call.emit):
                 raise
             made, plan = self._rented(call, provider, wanted)
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
@@ -207,7 +207,7 @@ class FleetHandler:
     def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
         """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
         return acquire.patiently(
-            lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled.wait
+            lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled.wait, call.emit
         )
 
     def _cap_s(self, wanted: FleetInputs) -> float:

@@ -94,10 +94,10 @@ class Priced:
             emit(Warned(f"{what}: {error.what}"))
 
 
-def priced(spec: RunSpec, cancelled: Callable[[float], bool]) -> Priced:
+def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Priced:
     """What a run file's fleet may cost, by the providers that say so within `ASKED_S`. Of several those that do not,
     lack credentials here, or have nothing on sale now, may have dear machines later, or elsewhere: they are left out.
-    `cancelled`: as of `patiently`.
+    `cancelled` and `emit`: as of `patiently`.
 
     Raises:
         ProviderError, InputError: none says what it costs, and one of them may later; or none can be asked.
@@ -105,7 +105,7 @@ def priced(spec: RunSpec, cancelled: Callable[[float], bool]) -> Priced:
     prices, without = dict[str, float](), dict[str, MgpuError]()
     for name in sellers(spec):
         try:
-            prices[name] = patiently(partial(_dearest_usd_per_hour, spec.of(name)), ASKED_S, cancelled)
+            prices[name] = patiently(partial(_dearest_usd_per_hour, spec.of(name)), ASKED_S, cancelled, emit)
         except (ProviderError, InputError) as error:
             without[name] = error
     if prices:

@@ -35,7 +35,7 @@ from mgpu.errors import (
 from mgpu.events import Note, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
-from mgpu.plan.rank import turns
+from mgpu.plan.rank import Turn, turns
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
@@ -162,7 +162,7 @@ class _Run:
         def price() -> float | None:
             if fleet:
                 return usd_per_hour(fleet, self.record.part)
-            found[:] = [on_sale.priced(self.spec, partial(paused, self.session))]
+            found[:] = [on_sale.priced(self.spec, partial(paused, self.session), self.session.emit)]
             return found[0].usd_per_hour
 
         try:
@@ -442,8 +442,13 @@ def _made_anew(spec: RunSpec, session: Session, stack: Stack) -> StackOutput:
     """A fleet, wherever the run file allows. Raises what `bring_up` raises."""
     if len(spec.candidates) == 1:
         return bring_up(session, stack)
-    plan = partial(patiently, lambda: on_sale.plan(spec), session.timeouts.provision_s, partial(paused, session))
-    return bring_up_anywhere(session, stack, lambda: turns(plan(), spec.candidates))
+    limit_s, cancelled = session.timeouts.provision_s, partial(paused, session)
+
+    def asked() -> list[Turn]:
+        plan = patiently(lambda: on_sale.plan(spec), limit_s, cancelled, session.emit)
+        return turns(plan, spec.candidates)
+
+    return bring_up_anywhere(session, stack, asked)
 
 
 def _used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
@@ -481,7 +486,7 @@ def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys, provider:
     """With the store's credentials as they are now: a later attempt may begin hours after they were read first. Where
     there are none now, nodes get those that nodes of this provider had before; if none had, the error is raised."""
     try:
-        session.stores[provider] = patiently(keys.now, _GRANT_S, partial(paused, session))
+        session.stores[provider] = patiently(keys.now, _GRANT_S, partial(paused, session), session.emit)
     except (InputError, ProviderError) as error:
         if provider not in session.stores:
             raise

@@ -16,7 +16,7 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Warned
+from mgpu.events import Event, Note, Warned
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
@@ -304,28 +304,31 @@ def at_once(_seconds: float) -> bool:
     return False
 
 
+def unheard(_event: Event) -> None: ...
+
+
 def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(project, clouds, monkeypatch):
     spec, nothing = project.spec(), list(clouds["slurm"].on_sale)
-    assert on_sale.priced(spec, at_once) == Priced(9.0, ("aws", "slurm"), {})
+    assert on_sale.priced(spec, at_once, unheard) == Priced(9.0, ("aws", "slurm"), {})
     monkeypatch.setattr(on_sale, "ASKED_S", 0.0)
     for error in (Transient("no answer"), AuthError("no credentials"), InputError("no such profile")):
         clouds["slurm"].refuses["offers"] = [error]
-        assert on_sale.priced(spec, at_once) == Priced(9.0, ("aws",), {"slurm": error})
+        assert on_sale.priced(spec, at_once, unheard) == Priced(9.0, ("aws",), {"slurm": error})
     clouds["slurm"].refuses["offers"] = []
     clouds["slurm"].on_sale.clear()
-    found = on_sale.priced(spec, at_once)
+    found = on_sale.priced(spec, at_once, unheard)
     assert (found.usd_per_hour, found.providers, [*found.without]) == (9.0, ("aws",), ["slurm"]), "it has none now"
     clouds["aws"].on_sale.clear()
-    assert on_sale.priced(spec, at_once) == Priced(None, ("aws", "slurm"), {}), "who tries to rent it is told"
+    assert on_sale.priced(spec, at_once, unheard) == Priced(None, ("aws", "slurm"), {}), "who tries to rent it is told"
     clouds["slurm"].refuses["offers"] = [refused := AuthError("no credentials")]
-    assert on_sale.priced(spec, at_once) == Priced(None, ("aws",), {"slurm": refused})
+    assert on_sale.priced(spec, at_once, unheard) == Priced(None, ("aws",), {"slurm": refused})
     clouds["aws"].refuses["offers"] = [AuthError("none here")]
     with pytest.raises(AuthError, match="none here"):
-        on_sale.priced(spec, at_once)
+        on_sale.priced(spec, at_once, unheard)
     clouds["slurm"].refuses["offers"] = [Transient("no answer")]
     clouds["aws"].refuses["offers"] = []
     with pytest.raises(Transient):
-        on_sale.priced(spec, at_once)
+        on_sale.priced(spec, at_once, unheard)
     clouds["slurm"].on_sale[:] = nothing
 
 
@@ -339,9 +342,11 @@ def test_one_busy_moment_takes_no_provider_from_a_run(project, clouds, world, mo
         return offers(needed)
 
     monkeypatch.setattr(clouds["aws"], "offers", on_sale_there)
-    found = on_sale.priced(project.spec(), lambda seconds: waited.append(seconds) or False)
+    said = list[Event]()
+    found = on_sale.priced(project.spec(), lambda seconds: waited.append(seconds) or False, said.append)
     assert found == Priced(9.0, ("aws", "slurm"), {})
     assert (waited[0], len(waited)) == (7.0, 2)
+    assert said == [Note("too many calls: it is asked again, for up to 60 s")], "once, not each time"
 
 
 def test_who_ends_a_queued_run_waits_for_no_price(project, clouds, world, monkeypatch):
