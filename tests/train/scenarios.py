@@ -28,6 +28,7 @@ from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
+from mgpu_train.tasks import lm
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
@@ -243,6 +244,31 @@ class SlowData(Patient):
         return sums
 
 
+class SlowValidation(Patient):
+    """The loader is waited for in validations alone."""
+
+    def _means(self) -> dict[str, float]:
+        evaluate = self.engine.evaluate
+
+        def slow(batches: Any) -> Any:
+            self.loader.waited_s += 1000.0
+            return evaluate(batches)
+
+        with patch.object(self.engine, "evaluate", slow):
+            return super()._means()
+
+
+class AverageOfNow(Patient):
+    """What is averaged begins as the parameters are that the checkpoint had."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        assert self.ema is not None
+        with self.ema.in_place():
+            averages = [each.detach().clone() for each in self.model.parameters()]
+        assert all(map(torch.equal, averages, self.model.parameters()))
+
+
 class Runner:
     """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
 
@@ -318,6 +344,12 @@ def two_ranks(runner: Runner) -> None:
     runner.train("littered", strategy="fsdp")
     runner.train("other-model", resume="fsdp/checkpoints/step-3", model={"layers": 2, "dim": 16, "heads": 2})
     runner.train("not-single", strategy="single")
+    runner.train("too-far", resume="ddp/checkpoints/step-6", steps=3)
+    runner.train("average-of-now", resume="ddp/checkpoints/step-6", ema=0.9, kind=AverageOfNow)
+    elsewhere = property(lambda data: str(len(data) < 100 and runner.place.rank))  # of the validation part alone
+    with patch.object(lm.Sequences, "fingerprint", elsewhere):
+        runner.train("other-validation")
+    runner.train("slow-validation", strategy="ddp", every_steps=None, kind=SlowValidation)
     with patch.object(dcp, "free_bytes", lambda: 1 << 16):
         runner.train("no-memory", strategy="fsdp", writers="rank0")
     runner.train("no-batch", global_batch=1)

@@ -192,9 +192,9 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
         *(f"__{rank}_{part}0.distcp" for rank in (0, 1) for part in ("", "common_")),
     }
     meta = json.loads((folder / "meta.json").read_text())
-    data, config = (meta.pop(key) for key in ("data", "config_sha256"))
+    data, validation, config = (meta.pop(key) for key in ("data", "validation", "config_sha256"))
     assert len(config) == 64
-    assert data
+    assert data != validation
     assert meta.pop("config")["global_batch"] == 8
     assert meta == {
         "step": 3, "samples": 24, "seed": 1, "world_size": 2, "micro_batch": 4, "strategy": "fsdp", "mesh": "dp=2",
@@ -292,6 +292,8 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
     [
         ("other-model", "it is of another model: `embed.weight` is (256, 32) there and (256, 16) here"),
         ("not-single", "`train.strategy`: single is for one process, and 2 are asked for: use ddp or fsdp"),
+        ("too-far", "the checkpoint is of step 6, and `train.steps` is 3: there is nothing left to train"),
+        ("other-validation", "the nodes hold different data"),
         ("no-memory", "rank 0: a save takes 0.0 GiB of this machine's memory, of which 0.0 GiB are free"),
         ("no-batch", "`train.global_batch`: 1 samples are not one for each of 2 processes"),
         ("diverged", "training has diverged at step"),
@@ -324,6 +326,8 @@ def test_a_step_that_is_no_number_on_one_rank_changes_nothing_on_any(out, strate
     same_bits(before, after, but="/progress|/optimizer/param_groups|/scale")
     assert losses(out, f"{name}-on") != losses(out, strategy)[3:]  # it went on from there
     assert [line["step"] for line in lines(out, f"{name}-on", "step")] == [4, 5, 6]
+    assert [line["step"] for line in lines(out, name, "validation")] == [0], "it was stopped at a step that validates"
+    assert [line["step"] for line in lines(out, f"{name}-on", "validation")] == [3, 6], "which is made up for"
 
 
 def test_a_validation_that_is_no_number_ends_nothing_and_is_in_no_line(out):
@@ -348,6 +352,14 @@ def test_what_is_drawn_follows_from_seed_step_and_replica(out, strategy, same_bi
     same_bits(last(out, name), last(out, f"{name}-resumed"))
     drawn = [json.loads((out / name / f"drawn-{rank}.json").read_text()) for rank in (0, 1)]
     assert len({*drawn[0], *drawn[1]}) == 2 * STEPS
+
+
+def test_an_average_that_is_asked_for_later_is_of_what_was_learned_before(out):
+    assert failures(out, "average-of-now") == []
+
+
+def test_the_share_of_time_that_data_took_is_of_training(out):
+    assert all(line["data_share"] < 1 for line in lines(out, "slow-validation", "step"))
 
 
 def test_each_line_says_how_much_of_the_time_nothing_was_computed(out):

@@ -86,7 +86,8 @@ class Trainer:
         self.data, self.validation_data = self.task.data("train"), self.task.data("validation")
         if not (len(self.data) and len(self.validation_data)):
             raise TrainError(f"task {config.task} has no samples: {len(self.data)} and {len(self.validation_data)}")
-        if len(set(place.gather(self.data.fingerprint))) > 1:
+        fingerprints = self.data.fingerprint, self.validation_data.fingerprint
+        if len(set(place.gather(fingerprints))) > 1:
             raise TrainError("the nodes hold different data: give all of them the same files, and the same Python")
         self.order = Order(len(self.data), config.seed)
         self.slices = Slices(config.global_batch, config.micro_batch, place.dp_rank, place.dp_size)
@@ -125,11 +126,18 @@ class Trainer:
         outside = job.checkpoint is not None and (gpu if outside is None else outside)
         others = {"ema": self.ema, "patience": self.patience}
         parts = {**self.engine.parts(), **{name: part for name, part in others.items() if part is not None}}
-        self.meta = meta.of_run(config, place, self.data.fingerprint, self.slices.size)
+        self.meta = meta.of_run(config, place, *fingerprints, self.slices.size)
         self.checkpointer = Checkpointer(parts, place, writers, self.meta, outside_s=save_s if outside else None)
         if job.checkpoint is not None:
             self.checkpointer.require_memory(state)
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
+        if self.progress.step > config.steps:
+            raise TrainError(
+                f"the checkpoint is of step {self.progress.step}, and `train.steps` is {config.steps}: there is "
+                "nothing left to train. Set `train.steps` to more, or begin another run."
+            )
+        if self.ema is not None and "ema" in self.checkpointer.absent:
+            self.ema.restart()
         self.saver = (
             Saver(self.checkpointer, folders.checkpoints, save_s) if job.checkpoint and folders.checkpoints else None
         )
@@ -150,7 +158,7 @@ class Trainer:
         Raises TrainError when training cannot go on.
         """
         self._announce()
-        if self.progress.step == 0:
+        if self._owes_validation():
             self._validate()
         self.pulse.enter("first_step")
         try:
@@ -164,6 +172,12 @@ class Trainer:
         reason = "done" if self._over() else "stopped"
         self.report.end(self.progress.step, reason)
         return self.progress
+
+    def _owes_validation(self) -> bool:
+        """At the begin, and where an earlier attempt was stopped at a step that validates, before it did."""
+        step, steps, folder = self.progress.step, self.config.steps, self.folders.resume
+        due = step == steps or step % self.config.validate_every == 0
+        return step == 0 or (due and folder is not None and not meta.validated(folder))
 
     def _train(self) -> None:
         self.batches = self._batches()
@@ -311,7 +325,9 @@ class Trainer:
         wanted = config.validate_batches * config.global_batch
         positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
         batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)
+        waited_s = self.loader.waited_s
         totals = exchange(self.place, self.engine.evaluate(batches), Wishes())
+        self.loader.waited_s = waited_s  # what is told is training's share
         means = totals.means(totals.vector.tolist())
         return {**means, **self.task.derived(means)}
 

@@ -24,6 +24,12 @@ class Average:
         self._averages = {name: each.detach().clone() for name, each in self._parameters.items()}
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """From the parameters as they are."""
+        for name, each in self._averages.items():
+            local(each).copy_(local(self._parameters[name]))
+
+    @torch.no_grad()
     def update(self, step: int, skipped: Tensor) -> None:
         """After a step that was skipped (1) or not (0)."""
         weight = (1 - min(self._decay, (1 + step) / (10 + step))) * (1 - skipped)

@@ -78,6 +78,7 @@ class Checkpointer:
     ) -> None:
         """With `outside_s` a process of its own writes this rank's shards, in at most so many seconds."""
         self.parts, self.place, self.meta = parts, place, meta
+        self.absent: set[str] = set()  # parts of which nothing was in the checkpoint that was loaded
         self.writers: Writers = writers
         self._staging = Staging(place.device, shared=outside_s is not None)
         self._outside = Outside(self._staging, outside_s) if outside_s is not None and self._writes else None
@@ -188,7 +189,8 @@ class Checkpointer:
             raise TrainError(f"cannot resume from {folder}: {_first_cause(error, self.place.rank)}") from error
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        for name in self.parts.keys() - parts.keys():
+        self.absent = self.parts.keys() - parts.keys()
+        for name in sorted(self.absent):
             log.warning("nothing of %s is in the checkpoint: it begins anew", name)
         return Progress(**state["progress"])
 

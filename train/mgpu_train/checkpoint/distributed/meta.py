@@ -18,8 +18,9 @@ from mgpu_train.parallel import Place
 _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys
 
 
-def of_run(config: TrainConfig, place: Place, data: str, micro_batch: int) -> dict[str, Any]:
-    """What it says in all checkpoints of an attempt; `data` is its fingerprint, `micro_batch` what was trained with."""
+def of_run(config: TrainConfig, place: Place, data: str, validation: str, micro_batch: int) -> dict[str, Any]:
+    """What it says in all checkpoints of an attempt; `data` and `validation` are the fingerprints of what is learned
+    from and validated on, `micro_batch` what was trained with."""
     said = config.model_dump()
     return {
         "seed": config.seed,
@@ -31,6 +32,7 @@ def of_run(config: TrainConfig, place: Place, data: str, micro_batch: int) -> di
         "python": platform.python_version(),
         "mgpu_train": mgpu_train.__version__,
         "data": data,
+        "validation": validation,
         "config_sha256": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest(),
         "config": said,
     }
@@ -39,13 +41,26 @@ def of_run(config: TrainConfig, place: Place, data: str, micro_batch: int) -> di
 def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
     """What has changed since the checkpoint in `folder` was saved, e.g. `strategy: "ddp" -> "fsdp"`; one line a key.
     A key that only one of both versions of mgpu knows is none."""
+    saved = _read(folder)
     try:
-        saved = json.loads((folder / "meta.json").read_text())
         # what was found stands beside the config, which may say that it was looked for
         before, now = ({**each, **each["config"], **each} for each in (saved, meta))
-    except (OSError, ValueError, KeyError, TypeError):  # DCP itself does not need it
+    except (KeyError, TypeError):
         return []
     return list(_changes({key: value for key, value in now.items() if key not in _DERIVED}, before))
+
+
+def validated(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is of a step that was validated."""
+    return any(key.startswith("validation_") for key in _read(folder))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError):  # DCP itself does not need it
+        return {}
+    return saved if isinstance(saved, dict) else {}
 
 
 def _changes(now: dict[str, Any], before: dict[str, Any], of: str = "") -> Iterator[str]:
