@@ -136,7 +136,9 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
         session.claim(log)
         attempt = max(attempt, log.newest_attempt() + 1)
         log.begin_attempt(attempt, writer, supervisor=record.supervisor or None)
-        newest = newest_verified(store, request.run_id, report=lambda text: session.emit(Warned(text)))
+        newest = newest_verified(
+            store, request.run_id, damaged=record.damaged, report=lambda text: session.emit(Warned(text))
+        )
     except Fenced as error:
         raise _fenced(session, str(error)) from error
     except Damaged as error:
@@ -193,10 +195,10 @@ def catch_up(session: Session, request: Request) -> None:
 
     try:
         log = CommitLog(operator_store.for_spec(request.checkpoint.to, request.spec), request.run_id)
-        newest = [] if forgotten(session.record, log) else log.checkpoints()[:1]
+        newest = [] if forgotten(session.record, log) else log.checkpoints()
     except StoreError as error:
         session.emit(Warned(f"the commit log could not be read: {error}"))
         return
-    for entry in newest:
+    for entry in [each for each in newest if each.checkpoint_id not in session.record.damaged][:1]:
         session.record.checkpoint_id = entry.checkpoint_id
         session.record.checkpoint_step = entry.step

@@ -12,8 +12,9 @@ from mgpu.errors import ConnectionFailed, TakenOver, TrainingFailed
 from mgpu.events import Note, Warned
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attempt_start
+from mgpu.run.lifecycle.post_mortem import of_the_store
 from mgpu.run.record import shared
-from mgpu.run.record.record import Interruption, load
+from mgpu.run.record.record import Interruption, load, save
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 
@@ -127,6 +128,34 @@ def test_the_way_back_goes_on_from_there(run):
     (interruption,) = record.interruptions
     assert (interruption.resumed_step, interruption.steps_lost) == (40, 7)
     assert interruption.started_at
+
+
+def test_what_nodes_have_found_damaged_is_no_newest_checkpoint(run):
+    first = run.start()
+    run.commit(first, 40)
+    run.commit(first, 50)
+    record = load("run-1")
+    record.damaged = {"a001-step-50": "node 1: resume: its checksum is 1, not 2"}
+    save(record)
+    assert run.start().checkpoint_id == "a001-step-40"
+    session = Session(load("run-1"), run.world.events.append, run.world.timeouts)
+    attempt_start.catch_up(session, run.request)
+    assert session.record.checkpoint_id == "a001-step-40"
+    session.record.damaged["a001-step-40"] = "node 0: the same"
+    session.save()
+    with pytest.raises(TrainingFailed, match="no committed checkpoint of run run-1 verifies"):
+        run.start()
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_last_checkpoint_that_nodes_have_found_damaged_is_no_success(run, damaged):
+    """Nobody saw the end of the attempt that was to go on from it."""
+    record = run.start()
+    run.commit(record, run.request.spec.train.steps)
+    session = Session(record, run.world.events.append, run.world.timeouts)
+    record.damaged = {run.log.checkpoints()[0].checkpoint_id: "node 0: its checksum is 1, not 2"} if damaged else {}
+    ended = of_the_store(session, run.request, needed=True)
+    assert ended.succeeded is not damaged
 
 
 def test_whoever_is_taken_over_begins_no_attempt(run):
