@@ -108,7 +108,7 @@ class Recovery(Block):
     """`recovery:` what happens when a machine is lost."""
 
     attempts: int = Field(1, ge=1, le=1000, description="starts of the launcher in all")
-    wait_minutes: float = Field(10, ge=0, description="minutes to wait for capacity, at first and at every repair")
+    wait_minutes: float = Field(10, ge=0, description="minutes to wait for capacity, or the store, before an attempt")
 
 
 class PhaseTimeouts(Block):

@@ -476,6 +476,7 @@ def test_a_damaged_checkpoint_is_refused_before_the_launcher(node):
     (status,) = ended(node)
     assert (status["phase"], status["fault"]) == ("failed", "infrastructure")
     assert status["reason"].startswith("resume:")
+    assert status["damaged"] == resume["checkpoint_id"]
     assert "started" not in node.log
 
 

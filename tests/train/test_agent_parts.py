@@ -235,13 +235,14 @@ def test_a_rank_that_lives_has_made_progress_only_where_it_has_done_more():
     assert signs("step", step=1)
 
 
-@pytest.mark.parametrize("starved", [False, True])
-def test_a_status_of_another_version_can_be_read(layout, starved):
+@pytest.mark.parametrize("said", [{}, {"starved": True}, {"damaged": "a001-step-1"}], ids=str)
+def test_a_status_of_another_version_can_be_read(layout, said):
     """An agent is as new as who launched it; whoever attaches later may be older, or newer."""
     told, path = StatusReport(job(), layout), Path(layout.status)
-    told.enter(Phase.FAILED, starved=starved)
+    told.enter(Phase.FAILED, **said)
     whole = json.loads(path.read_text())
-    assert ("starved" in whole) == starved, "an operator of before has no such key, and refuses what it does not know"
+    later = {name: whole[name] for name in ("starved", "damaged") if name in whole}
+    assert later == said, "an operator of before has no such key, and refuses what it does not know"
     path.write_text(json.dumps({**whole, "of_tomorrow": 1}))
     assert read_status(path) == told.status
 
@@ -898,6 +899,18 @@ def test_a_resume_keeps_to_the_bound_on_bytes_per_second(tmp_path, monkeypatch):
     with pytest.raises(AttemptFailed, match="resume: away"):
         resume.resume(attempt_of(tmp_path, checkpoint=target), Resume(checkpoint_id="a001-step-1", seq=1))
     assert bounds == [5 << 19]
+
+
+@pytest.mark.parametrize(("how", "found"), [("flipped", "a001-step-10"), ("missing", None)])
+def test_a_node_says_which_checkpoint_is_damaged(run, damage, tmp_path, how, found):
+    """What is not there is not damaged: the operator has just seen it, so this node sees another folder."""
+    commit = run.save(10)
+    damage[how](run.path(commit, 1))
+    attempt = attempt_of(tmp_path, run_id=RUN, checkpoint={"to": f"file://{run.root}", "writers": "all"})
+    attempt.layout = SimpleNamespace(resume=tmp_path / "resume")
+    with pytest.raises(AttemptFailed, match="resume: ") as failed:
+        resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq))
+    assert (failed.value.fault, failed.value.damaged) == (Fault.INFRASTRUCTURE, found)
 
 
 def of_second_node(**changes) -> Job:

@@ -114,6 +114,18 @@ def test_the_newest_three_are_damaged_and_the_fourth_is_used(run, damage, how):
         assert f"a001-step-{step} does not verify" in line
 
 
+def test_what_somebody_has_found_damaged_is_passed_over_without_a_look(run):
+    entries, said = [run.save(step) for step in (1, 2)], []
+    damaged = {"a001-step-2": "node 0: its checksum is 1, not 2"}
+    assert newest_verified(run.store, "run-1", damaged=damaged, report=said.append) == entries[0]
+    assert said == [
+        "a001-step-2 does not verify: node 0: its checksum is 1, not 2; looking at what was committed before"
+    ]
+    damaged["a001-step-1"] = "node 0: the same"
+    with pytest.raises(Damaged, match="none of its 2 committed checkpoints verifies"):
+        newest_verified(run.store, "run-1", damaged=damaged, report=said.append)
+
+
 def test_an_entry_of_the_log_that_cannot_be_read_is_told(run, damage):
     first = run.save(1)
     damage["truncated"](run.commit_path(run.save(2).seq))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import CheckpointTarget, Secrets
 
-from mgpu.errors import MgpuError, ProviderError, RemoteError, TakenOver
+from mgpu.acquire.pauses import patiently
+from mgpu.errors import Interrupted, MgpuError, ProviderError, RemoteError, TakenOver
 from mgpu.events import AttemptEnded, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
@@ -23,6 +27,7 @@ from mgpu.run.job.saving import Saving
 from mgpu.run.job.stack_output import handle_of, provider_for, provider_of, targets
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt_start import catch_up, start
+from mgpu.run.lifecycle.capacity_wait import paused
 from mgpu.run.lifecycle.post_mortem import stalled
 from mgpu.run.nodes import agent_client, code_upload, container_setup, outputs, python_setup
 from mgpu.run.record.record import State, known
@@ -34,6 +39,9 @@ from mgpu.run.supervision.remote_tail import values
 from mgpu.run.supervision.supervisor import Ended, Supervisor
 from mgpu.spec.provider import starts_from_image
 from mgpu.words import count
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.log.lines import Commit
 
 ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
 
@@ -243,20 +251,43 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
         session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
 
 
+def _leaving(session: Session, seconds: float) -> bool:
+    """Waits for the store, unless this supervisor is to leave, or the end is asked for."""
+    try:
+        return session.may_leave or paused(session, seconds)
+    except Interrupted:
+        return True
+
+
 def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ended:
+    """What the store makes of an end that all agents call a success. One that does not answer is waited for as long as
+    the machines last by themselves. Then the run is left, to be judged by whoever comes back to it; but where a limit
+    has stopped it, it ends without a verdict, because its machines have to go."""
     from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.newest import problems_of
     from mgpu_train.store import StoreError
 
     record = session.record
+
+    def look() -> tuple[list[Commit], list[str]]:
+        store = operator_store.for_record(checkpoint.to, record)  # credentials may be new
+        log = CommitLog(store, record.run_id)
+        newest = log.checkpoints()[:1]
+        return newest, [problem for commit in newest for problem in problems_of(store, log, commit, deep=False)]
+
+    passing, limit_s = operator_store.passing(), 0.0 if ended.stopped_by else session.timeouts.lease_s
     with session.phase("verifying"):
         try:
-            store = operator_store.for_record(checkpoint.to, record)
-            log = CommitLog(store, record.run_id)
-            newest = log.checkpoints()[:1]
-            problems = [problem for commit in newest for problem in problems_of(store, log, commit, deep=False)]
+            newest, problems = patiently(look, limit_s, partial(_leaving, session), session.emit, passing)
         except StoreError as error:
-            return Ended(False, f"the final checkpoint could not be verified: {error}", Fault.INFRASTRUCTURE)
+            why = f"the final checkpoint could not be verified: {error}"
+            if not isinstance(error, passing):
+                return Ended(False, why, Fault.INFRASTRUCTURE)
+            if ended.stopped_by:
+                return replace(ended, succeeded=False, reason=why, fault=Fault.STOPPED)
+            what = f"run {record.run_id} cannot be judged now, though all its nodes say that they are done"
+            session.emit(Warned(f"{what}: {why}. `mgpu attach {record.run_id}` does it once {checkpoint.to} answers"))
+            return Ended(False, why, left=True)
     # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
     final = [entry for entry in newest if record.attempt - entry.attempt <= record.recoveries]
     if not final:

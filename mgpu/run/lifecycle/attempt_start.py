@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mgpu_train.config import CheckpointTarget, Resume, Secrets, Share
 
+from mgpu.acquire.pauses import patiently
 from mgpu.errors import InputError, MgpuError, RemoteError, TakenOver, TrainingFailed
 from mgpu.events import Emit, Note, Warned
 from mgpu.iac.outputs import StackOutput
@@ -13,6 +17,7 @@ from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.job import operator_store
 from mgpu.run.job.request import Request, writer_token
+from mgpu.run.lifecycle.capacity_wait import paused
 from mgpu.run.lifecycle.post_mortem import forgotten
 from mgpu.run.nodes import agent_client
 from mgpu.run.record import interruptions
@@ -20,6 +25,7 @@ from mgpu.run.record.session import Session
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.log.lines import Commit
 
 
 PORTS = 3  # for the launchers, the agents, and what is measured before
@@ -37,7 +43,7 @@ def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
     store = request.checkpoint.to if request.checkpoint else None
     if record.store != store:  # a resumed run remembers its newest checkpoint, but not that of another store
         record.store, record.checkpoint_id, record.checkpoint_step = store, None, -1
-    record.attempt, record.writer, resume = _begin(session, request)
+    record.attempt, record.writer, resume = _begin(session, request, partial(_paused, session, nodes))
     session.save()
     ports = agent_client.free_ports(nodes.nodes[0], PORTS, session.timeouts)
     share = None
@@ -118,25 +124,44 @@ def _undo(session: Session, node: Node) -> None:
         session.emit(Warned(f"node {node.target.rank} could not be asked to stop: {error.what}"))
 
 
-def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]:
-    """The attempt's number, its writer token, and the one checkpoint that all nodes start from."""
-    record = session.record
+def _paused(session: Session, nodes: NodeSet, seconds: float) -> bool:
+    """Waits for the store: the machines live on meanwhile, though no agent renews their lease. Raises as
+    `Session.check`."""
+    minutes = session.timeouts.lease_s / 60
+    with suppress(RemoteError):  # who is lost is seen when the attempt starts
+        nodes.each(lambda node: agent_client.renew_lease(node, minutes, session.timeouts))
+    return paused(session, seconds)
+
+
+def _begin(session: Session, request: Request, pause: Callable[[float], bool]) -> tuple[int, str, Resume | None]:
+    """The attempt's number, its writer token, and the one checkpoint that all nodes start from. `pause` waits for so
+    many seconds where the store does not answer."""
+    record, target = session.record, request.checkpoint
     attempt = record.attempt + 1
     writer = writer_token(request.run_id, attempt)
-    if request.checkpoint is None:
+    if target is None:
         return attempt, writer, _nothing(session, attempt)
     from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
     from mgpu_train.checkpoint.newest import newest_verified
     from mgpu_train.store import Damaged, StoreError
 
-    try:
-        store = operator_store.for_spec(request.checkpoint.to, request.spec)
+    number = 0
+
+    def begin() -> Commit | None:
+        nonlocal number
+        store = operator_store.for_spec(target.to, request.spec)  # credentials may be new
         log = CommitLog(store, request.run_id)
         _check_remembered(session, log)
         session.claim(log)
-        attempt = max(attempt, log.newest_attempt() + 1)
-        log.begin_attempt(attempt, writer, supervisor=record.supervisor or None)
-        newest = newest_verified(store, request.run_id, report=lambda text: session.emit(Warned(text)))
+        number = number or max(attempt, log.newest_attempt() + 1)  # its entry may stand already
+        log.begin_attempt(number, writer, supervisor=record.supervisor or None)
+        return newest_verified(
+            store, request.run_id, damaged=record.damaged, report=lambda text: session.emit(Warned(text))
+        )
+
+    limit_s = request.spec.recovery.wait_minutes * 60
+    try:
+        newest = patiently(begin, limit_s, pause, session.emit, operator_store.passing())
     except Fenced as error:
         raise _fenced(session, str(error)) from error
     except Damaged as error:
@@ -146,15 +171,15 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
             "To begin again from nothing, launch without `--resume`: that is a run of its own.",
         ) from error
     except StoreError as error:
-        raise TrainingFailed(
-            _unusable(request.checkpoint), str(error), "Mend the address or the credentials; nothing was trained."
-        ) from error
+        cure = "Mend the address or the credentials"
+        cure += f"; attempt {attempt} was not begun." if record.attempt else "; nothing was trained."
+        raise TrainingFailed(_unusable(target), str(error), cure) from error
     if newest is None:
-        return attempt, writer, _nothing(session, attempt)
+        return number, writer, _nothing(session, number)
     # the last commit before a loss may not have been seen
     record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
     session.emit(Note(f"resuming from step {newest.step} ({newest.checkpoint_id})"))
-    return attempt, writer, Resume(checkpoint_id=newest.checkpoint_id, seq=newest.seq)
+    return number, writer, Resume(checkpoint_id=newest.checkpoint_id, seq=newest.seq)
 
 
 def _nothing(session: Session, attempt: int) -> None:
@@ -193,10 +218,10 @@ def catch_up(session: Session, request: Request) -> None:
 
     try:
         log = CommitLog(operator_store.for_spec(request.checkpoint.to, request.spec), request.run_id)
-        newest = [] if forgotten(session.record, log) else log.checkpoints()[:1]
+        newest = [] if forgotten(session.record, log) else log.checkpoints()
     except StoreError as error:
         session.emit(Warned(f"the commit log could not be read: {error}"))
         return
-    for entry in newest:
+    for entry in [each for each in newest if each.checkpoint_id not in session.record.damaged][:1]:
         session.record.checkpoint_id = entry.checkpoint_id
         session.record.checkpoint_step = entry.step

@@ -62,7 +62,7 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
         store = operator_store.for_spec(request.checkpoint.to, request.spec)
         log = CommitLog(store, run)
         end, lost = log.ended(record.attempt), forgotten(record, log)
-        newest = newest_verified(store, run, report=lambda text: session.emit(Warned(text)))
+        newest = newest_verified(store, run, damaged=record.damaged, report=lambda text: session.emit(Warned(text)))
     except Damaged as error:
         return Ended(False, f"its machines are gone, and {error}", Fault.INFRASTRUCTURE) if needed else None
     except StoreError as error:

@@ -65,7 +65,13 @@ class Attempts:
             return False
         if ended.fault not in MENDED and not self._starved_first(ended):
             return False
-        return self.session.record.recoveries < self.recovery.attempts - 1 and not self.session.asked_to_end
+        return self.session.record.recoveries < self._allowed and not self.session.asked_to_end
+
+    @property
+    def _allowed(self) -> int:
+        """Attempts after the first: those of the run file, and one for each checkpoint that nodes have found damaged.
+        That is no machine's fault, and the next one begins from an older checkpoint."""
+        return self.recovery.attempts - 1 + len(self.session.record.damaged)
 
     def _starved_first(self, ended: Ended) -> bool:
         return ended.starved and not any(each.starved for each in self.session.record.interruptions)
@@ -88,7 +94,7 @@ class Attempts:
         """The fleet repaired, with new machines for these ranks, and the attempt that follows: what `run` does after an
         interruption, and who takes over from a supervisor that died in it."""
         record = self.session.record
-        with self.session.phase("repairing", f"recovery {record.recoveries} of {self.recovery.attempts - 1}"):
+        with self.session.phase("repairing", f"recovery {record.recoveries} of {self._allowed}"):
             fleet = self._repaired(lost)
         interruptions.repaired(record)
         self.session.check()

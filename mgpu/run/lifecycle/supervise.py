@@ -499,12 +499,13 @@ def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets
     recovery, record = request.spec.recovery, session.record
     # a stack that is not the run's own was made by another run file
     spec = request.spec if record.own_stack else request.spec.of(record.provider)
-    moved = partial(move, session, stack, partial(_made_anew, spec))
+    moved, ours = partial(move, session, stack, partial(_made_anew, spec)), record.fleet_output().owner
 
     def repair(lost: tuple[int, ...]) -> StackOutput:
+        if not ours:
+            return record.fleet_output()
         return moved() if record.moves else bring_up(session, stack, lost)  # a supervisor may have died in a move
 
-    ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),

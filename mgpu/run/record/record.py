@@ -193,6 +193,8 @@ class Record(Document):
     first_metrics: dict[str, float] = field(default_factory=dict)  # the first ones of what validations measure
     checkpoint_id: str | None = None
     checkpoint_step: int = -1
+    # checkpoints that nodes of this launch read and found damaged, by id with the problem: no attempt begins from them
+    damaged: dict[str, str] = field(default_factory=dict)
     # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`
     saves: dict[str, float] = field(default_factory=dict)
     node_phases: list[str] = field(default_factory=list)

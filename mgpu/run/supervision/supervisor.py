@@ -196,6 +196,7 @@ class Supervisor:
         self._last_words(verdict.lost)
         self._report()  # a look may have ended after its pass; it is what the verdict is made of
         self._session.record.node_phases = self._fleet.phases()  # nothing is reported of a node 0 that is gone
+        self._note_damage()
         verdict = self._explained(verdict)
         ended = Ended(
             verdict.succeeded,
@@ -224,6 +225,15 @@ class Supervisor:
             starved=ended.starved,
         )
         return replace(ended, interruption=interruption)
+
+    def _note_damage(self) -> None:
+        """Which checkpoint nodes could not go on from, as only who reads every byte finds out: the next attempt begins
+        from an older one."""
+        record = self._session.record
+        for monitor in self._fleet.monitors:
+            status = monitor.status
+            if status is not None and status.attempt == record.attempt and status.damaged:
+                record.damaged[status.damaged] = f"node {monitor.rank}: {status.reason}"
 
     def _last_words(self, lost: tuple[int, ...]) -> None:
         """What was written between the last look and the end. A node that does not come back is not waited for long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.lines import Commit, Unreadable, standing
@@ -10,10 +10,18 @@ from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.store.base import Damaged, NotFound, Store
 
 
-def newest_verified(store: Store, run_id: str, *, deep: bool = False, report: Callable[[str], None]) -> Commit | None:
+def newest_verified(
+    store: Store,
+    run_id: str,
+    *,
+    deep: bool = False,
+    damaged: Mapping[str, str] | None = None,
+    report: Callable[[str], None],
+) -> Commit | None:
     """The newest committed checkpoint that verifies; None: the run has committed none.
 
-    Every step back is told to `report`.
+    Every step back is told to `report`. `damaged`: checkpoints that somebody has read and found so, by id with the
+    problem; only `deep` would find it here.
 
     Raises:
         Damaged: checkpoints were committed, or may have been where the log cannot be read, and not one of them
@@ -27,7 +35,8 @@ def newest_verified(store: Store, run_id: str, *, deep: bool = False, report: Ca
     for line in reversed(lines):
         commit = stand.get(line.seq)
         if commit is not None:
-            problems = problems_of(store, log, commit, deep=deep)
+            known = (damaged or {}).get(commit.checkpoint_id)
+            problems = (known,) if known else problems_of(store, log, commit, deep=deep)
             if not problems:
                 return commit
             bad += 1

@@ -9,12 +9,13 @@ import pytest
 from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Secrets
-from mgpu_train.store import open_store
+from mgpu_train.store import Denied, Expired, Unavailable, open_store
 
-from mgpu.errors import CommandFailed, ConnectionFailed, Transient
-from mgpu.events import AttemptEnded
+from mgpu.errors import CommandFailed, ConnectionFailed, Interrupted, Transient
+from mgpu.events import AttemptEnded, Warned
 from mgpu.providers.base import NodePhase
 from mgpu.run.job.request import resolve
+from mgpu.run.lifecycle import attempt
 from mgpu.run.lifecycle.attempt import conduct, watch_again
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State, load
@@ -116,6 +117,79 @@ def test_a_run_that_was_begun_again_saves_something_itself(run):
     assert run.conduct().succeeded
     run.world.program = nothing_left
     assert "no checkpoint of this attempt" in run.conduct().reason
+
+
+class Away:
+    """The commit log, which cannot be read so many times; and how often somebody waited for it."""
+
+    def __init__(self, monkeypatch, times, error):
+        self.left, self.waits = times, 0
+        real = CommitLog.checkpoints
+
+        def checkpoints(log):
+            if self.left:
+                self.left -= 1
+                raise error
+            return real(log)
+
+        def paused(session, _seconds):
+            self.waits += 1
+            session.check()
+            return False
+
+        monkeypatch.setattr(CommitLog, "checkpoints", checkpoints)
+        monkeypatch.setattr(attempt, "paused", paused)
+
+
+def stopped(*_):
+    raise Interrupted("interrupted")
+
+
+@pytest.mark.parametrize("error", [Unavailable("503"), Expired("the token has expired")], ids=str)
+def test_a_store_that_is_away_when_all_is_done_is_waited_for(run, monkeypatch, error):
+    away = Away(monkeypatch, 2, error)
+    assert run.conduct().succeeded
+    assert (away.waits, run.record.checkpoint_id) == (2, "a001-step-10")
+
+
+@pytest.mark.parametrize("why", ["the lease is over", "it is to leave", "the end is asked for"])
+def test_a_run_that_cannot_be_judged_now_is_left_to_who_comes_back(run, monkeypatch, why):
+    """All agents say that they are done: neither a failure nor a reason for another attempt."""
+    assert run.conduct().succeeded  # what they have committed
+    run.world.events.clear()
+    away = Away(monkeypatch, 9, Unavailable("503"))
+    if why == "the lease is over":
+        run.world.timeouts = run.world.timeouts.model_copy(update={"lease_s": 0.0})
+    session = run.session
+    session.watch_s = 0.0 if why == "it is to leave" else None
+    if why == "the end is asked for":
+        monkeypatch.setattr(attempt, "paused", stopped)
+    run.record.state = State.RUNNING
+    ended = watch_again(session, run.fleet, run.world.cloud, run.request)
+    assert (ended.left, ended.succeeded, ended.fault) == (True, False, None)
+    assert (run.told, away.waits) == ([], 0)
+    (warned,) = [each.text for each in run.world.of(Warned) if "cannot be judged now" in each.text]
+    assert "503" in warned
+    assert "`mgpu attach run-1`" in warned
+    away.left = 0
+    assert run.watch_again().succeeded
+    assert run.told == [(1, True, None, ())]
+
+
+def test_machines_of_a_stopped_run_do_not_wait_for_its_store(run, monkeypatch):
+    assert run.conduct().succeeded
+    away = Away(monkeypatch, 9, Unavailable("503"))
+    Folder("run-1").stop.touch()
+    ended = run.watch_again()
+    assert (ended.left, ended.succeeded, ended.fault, ended.stopped_by) == (False, False, Fault.STOPPED, "user")
+    assert (away.left, away.waits) == (8, 0)
+
+
+def test_a_store_that_refuses_is_not_waited_for_when_all_is_done(run, monkeypatch):
+    away = Away(monkeypatch, 9, Denied("not yours"))
+    ended = run.conduct()
+    assert (ended.left, ended.fault, away.left) == (False, Fault.INFRASTRUCTURE, 8)
+    assert "could not be verified: not yours" in ended.reason
 
 
 def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from mgpu_train.agent.host.layout import LEASE
 from mgpu_train.agent.status.status import Phase
+from mgpu_train.checkpoint import newest
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Secrets
-from mgpu_train.store import Unavailable, open_store
+from mgpu_train.store import Denied, Expired, StoreError, Unavailable, open_store
+from mgpu_train.store.file import FileStore
 
-from mgpu.errors import ConnectionFailed, TakenOver, TrainingFailed
+from mgpu.errors import ConnectionFailed, RemoteError, TakenOver, TrainingFailed
 from mgpu.events import Note, Warned
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attempt_start
+from mgpu.run.lifecycle.post_mortem import of_the_store
 from mgpu.run.record import shared
-from mgpu.run.record.record import Interruption, load
+from mgpu.run.record.record import Interruption, load, save
 from mgpu.run.record.session import Session
-from mgpu.spec.model import RunSpec
+from mgpu.spec.model import Recovery, RunSpec
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1, "nodes": 2, "train": {}}
 
@@ -129,6 +135,34 @@ def test_the_way_back_goes_on_from_there(run):
     assert interruption.started_at
 
 
+def test_what_nodes_have_found_damaged_is_no_newest_checkpoint(run):
+    first = run.start()
+    run.commit(first, 40)
+    run.commit(first, 50)
+    record = load("run-1")
+    record.damaged = {"a001-step-50": "node 1: resume: its checksum is 1, not 2"}
+    save(record)
+    assert run.start().checkpoint_id == "a001-step-40"
+    session = Session(load("run-1"), run.world.events.append, run.world.timeouts)
+    attempt_start.catch_up(session, run.request)
+    assert session.record.checkpoint_id == "a001-step-40"
+    session.record.damaged["a001-step-40"] = "node 0: the same"
+    session.save()
+    with pytest.raises(TrainingFailed, match="no committed checkpoint of run run-1 verifies"):
+        run.start()
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_last_checkpoint_that_nodes_have_found_damaged_is_no_success(run, damaged):
+    """Nobody saw the end of the attempt that was to go on from it."""
+    record = run.start()
+    run.commit(record, run.request.spec.train.steps)
+    session = Session(record, run.world.events.append, run.world.timeouts)
+    record.damaged = {run.log.checkpoints()[0].checkpoint_id: "node 0: its checksum is 1, not 2"} if damaged else {}
+    ended = of_the_store(session, run.request, needed=True)
+    assert ended.succeeded is not damaged
+
+
 def test_whoever_is_taken_over_begins_no_attempt(run):
     run.start("first")
     run.log.take_over("second", host="elsewhere", pid=7)
@@ -138,6 +172,57 @@ def test_whoever_is_taken_over_begins_no_attempt(run):
         attempt_start.start(session, run.request, run.fleet, run.nodes, Secrets())
     assert run.log.newest_attempt() == 1
     assert len(run.jobs) == 2, "no agent was started"
+
+
+class Away:
+    """A call that fails so many times before it does what it did; and how often somebody waited for it."""
+
+    def __init__(self, monkeypatch, owner, name, error, times):
+        self.error, self.left, self.waits = error, times, 0
+        real = getattr(owner, name)
+
+        def call(*args, **named):
+            if self.left:
+                self.left -= 1
+                raise self.error
+            return real(*args, **named)
+
+        def paused(_session, seconds):
+            assert 0 < seconds < 60
+            self.waits += 1
+            return False
+
+        monkeypatch.setattr(owner, name, call)
+        monkeypatch.setattr(attempt_start, "paused", paused)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(FileStore, "list"), (newest, "newest_verified")], ids=["before its entry", "after it"]
+)
+@pytest.mark.parametrize("error", [Unavailable("503"), Expired("the token has expired")], ids=str)
+def test_a_store_that_is_away_for_a_while_is_waited_for_and_the_machines_live_on(run, monkeypatch, owner, name, error):
+    run.commit(run.start(), 40)
+    run.world.nodes[1].faults["write"] = [RemoteError("one that cannot be written to now")]
+    away = Away(monkeypatch, owner, name, error, times=2)
+    record = run.start()
+    assert (record.attempt, record.checkpoint_id, away.waits) == (2, "a001-step-40", 2)
+    assert [each.attempt for each in run.log.entries() if each.kind == "attempt"] == [1, 2], "no number is passed over"
+    assert all(node.files[str(LEASE)] == b"1900\n" for node in run.world.nodes)
+    assert [f"{error}: it is asked again, for up to 600 s" in each.text for each in run.world.of(Note)].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "minutes"), [(Unavailable("503"), 0), (Denied("not yours"), 10), (StoreError("odd"), 10)], ids=str
+)
+def test_a_store_that_stays_away_or_refuses_ends_it(run, monkeypatch, error, minutes):
+    run.commit(run.start(), 40)
+    recovery = Recovery(attempts=5, wait_minutes=minutes)
+    run.request = replace(run.request, spec=run.request.spec.model_copy(update={"recovery": recovery}))
+    away = Away(monkeypatch, FileStore, "list", error, times=99)
+    with pytest.raises(TrainingFailed, match=str(error)) as failed:
+        run.start()
+    assert "attempt 2 was not begun" in failed.value.next_step
+    assert (away.waits, len(run.jobs)) == (0, 2)
 
 
 def test_nodes_that_were_started_beside_a_lost_one_are_stopped(run):

@@ -676,6 +676,47 @@ def test_a_damaged_final_checkpoint_is_a_failure(project, how):
     assert record.load("last").state is State.FAILED
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_checkpoint_that_only_nodes_find_damaged_is_stepped_back_from(project, ours):
+    """A wrong byte in an object of the right size: the store's word is all that is asked here. It costs no `recovery`;
+    a later launch asks the nodes anew, for the object may have been restored."""
+    world, started, bad = project.world, [], "its checksum is 1, not 2"
+
+    def program(node, job):
+        started.append(job.resume.checkpoint_id if job.resume else None)
+        if job.resume is None:
+            for step in (10, 20):
+                world.commit(job.checkpoint.to, job.run_id, attempt=1, writer=job.writer, step=step)
+            node.says(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="its disk")
+        elif job.resume.checkpoint_id == "a001-step-20":
+            fields = {"reason": f"resume: {bad}", "damaged": "a001-step-20"}
+            node.says(Phase.FAILED, attempt=job.attempt, fault=Fault.INFRASTRUCTURE, **fields)
+        else:
+            world.succeed(node, job)
+
+    world.program, world.ours = program, ours
+    if not ours:
+        project.stands()
+    first = (project.launch if ours else project.run)().record
+    assert (first.checkpoint_id, first.damaged) == ("a001-step-20", {})
+    first.damaged = {"a001-step-20": "an earlier launch's word"}
+    record.write(first)
+    ups = world.calls.count("up")
+    again = (
+        project.launch(resume=first)
+        if ours
+        else runs.run(world.run_file, project.spec(), "dev", project.context, resume=first)
+    )
+    assert again.exit_code == 0
+    assert started == [None, "a001-step-20", "a001-step-10"]
+    done = record.load("last")
+    assert (done.attempt, done.recoveries, done.checkpoint_id) == (3, 1, "a003-step-30")
+    assert done.damaged == {"a001-step-20": f"node 0: resume: {bad}"}
+    told = [each.text for each in world.of(Warned) if "a001-step-20 does not verify" in each.text]
+    assert told == [f"a001-step-20 does not verify: node 0: resume: {bad}; looking at what was committed before"]
+    assert world.calls.count("up") == (ups + 2 if ours else ups), "a stack of another program's is not touched"
+
+
 def test_without_checkpoints_the_programs_own_word_counts(project):
     outcome = project.launch("checkpoint: none\n")
     assert outcome.exit_code == 0

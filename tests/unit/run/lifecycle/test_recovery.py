@@ -150,6 +150,15 @@ def test_attempts_is_the_number_of_starts_in_all(world):
     assert (script.made, script.repaired) == (3, 2)
 
 
+def test_a_damaged_checkpoint_takes_no_attempt_from_those_for_lost_machines(world):
+    script = Script(world, [(LOST, 1), (SICK, 1), (LOST, 2), DONE], allowed=3)
+    script.session.record.damaged = {"a001-step-1": "node 0: its checksum is 1, not 2"}
+    assert script.run().succeeded
+    script = Script(world, [(LOST, 1), (SICK, 1), (LOST, 2), DONE], allowed=3)
+    assert not script.run().succeeded
+    assert script.made == 3
+
+
 def test_three_attempts_without_a_new_checkpoint_are_enough(world):
     script = Script(world, [(LOST, 5), (LOST, 5)])
     ended = script.run()

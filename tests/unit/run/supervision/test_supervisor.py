@@ -473,6 +473,17 @@ def test_an_end_says_whether_a_machine_was_out_of_memory(watch, starved):
     assert (ended.fault, ended.starved, ended.interruption.starved) == (Fault.USER, starved, starved)
 
 
+def test_a_checkpoint_that_a_node_found_damaged_is_remembered(watch):
+    first, second = watch.world.nodes
+    first.says(Phase.RESUMING)
+    second.says(Phase.RESUMING)
+    fault = {"fault": Fault.INFRASTRUCTURE, "reason": "resume: its checksum is 1, not 2", "damaged": "a001-step-20"}
+    watch.at(4, lambda: second.says(Phase.FAILED, **fault))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.INFRASTRUCTURE, ())
+    assert watch.session.record.damaged == {"a001-step-20": "node 1: resume: its checksum is 1, not 2"}
+
+
 def test_who_asked_for_the_end_interrupted_nothing(watch):
     assert watch.at(3, Folder("run-1").stop.touch).run().interruption is None
 

@@ -18,14 +18,23 @@ from mgpu_train.timeouts import Timeouts
 class AttemptFailed(Exception):
     """The attempt cannot go on; `fault` says whose fault it is, `reason` what happened, in one line. `suspect`: this
     machine seems to be broken, and is to be replaced; `starved`: the kernel has ended the program, as it was out of
-    memory."""
+    memory; `damaged`: the id of the checkpoint that it was to go on from, where that is not what was committed."""
 
-    def __init__(self, fault: Fault, reason: str, *, suspect: bool = False, starved: bool = False) -> None:
+    def __init__(
+        self,
+        fault: Fault,
+        reason: str,
+        *,
+        suspect: bool = False,
+        starved: bool = False,
+        damaged: str | None = None,
+    ) -> None:
         super().__init__(reason)
         self.fault = fault
         self.reason = reason
         self.suspect = suspect
         self.starved = starved
+        self.damaged = damaged
 
 
 @dataclass(frozen=True)

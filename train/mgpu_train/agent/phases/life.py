@@ -69,6 +69,7 @@ def _told(failure: AttemptFailed) -> dict[str, Any]:
     """What the status says of it."""
     return {
         "fault": failure.fault, "reason": failure.reason, "suspect": failure.suspect, "starved": failure.starved,
+        "damaged": failure.damaged,
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mgpu_train.checkpoint.log.manifest import Manifest
 from mgpu_train.checkpoint.transfer.fetch import Choose, fetch
 from mgpu_train.config import Job, Resume
 from mgpu_train.launchers import PYTHON, TORCHRUN
-from mgpu_train.store import StoreError, open_store
+from mgpu_train.store import Damaged, StoreError, open_store
 from mgpu_train.strategies.entry import FSDP, OURS
 
 
@@ -41,7 +41,12 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
             link=True,
             choose=choice(attempt.job, manifest),
         )
-    except (StoreError, OSError) as error:
+    except Damaged as error:
+        raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}", damaged=wanted.checkpoint_id) from error
+    except (
+        StoreError,
+        OSError,
+    ) as error:  # NotFound, too: the operator has just seen it whole, so it is elsewhere here
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}") from error
     left = len(manifest.files) - report.files
     attempt.say(

@@ -56,6 +56,7 @@ class CheckpointStatus(Model):
 
 
 LEASE_ENDS = "lease"
+_LATER = ("starved", "damaged")  # keys of `AgentStatus` that operators of before refuse
 
 
 class Notice(Model):
@@ -135,10 +136,14 @@ class AgentStatus(Model):
     starved: bool = Field(
         default=False, description="the kernel ended the program, since the machine was out of memory"
     )
+    damaged: str | None = Field(
+        default=None,
+        description="id of the checkpoint that the attempt was to go on from, where it is not what was committed",
+    )
     reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")
 
     @model_serializer(mode="wrap")
     def _written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without what an older operator does not know, as long as nothing is to be said by it."""
         said = whole(self)
-        return said if self.starved else {name: value for name, value in said.items() if name != "starved"}
+        return {name: value for name, value in said.items() if name not in _LATER or value}
