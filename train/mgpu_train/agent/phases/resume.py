@@ -43,10 +43,7 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         )
     except Damaged as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}", damaged=wanted.checkpoint_id) from error
-    except (
-        StoreError,
-        OSError,
-    ) as error:  # NotFound, too: the operator has just seen it whole, so it is elsewhere here
+    except (StoreError, OSError) as error:  # NotFound, too: the operator has just seen it whole, so it is elsewhere
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}") from error
     left = len(manifest.files) - report.files
     attempt.say(
