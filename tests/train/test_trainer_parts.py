@@ -15,6 +15,7 @@ import torch
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
 from mgpu_train.engines.fit import Fit
+from mgpu_train.engines.scale import HIGHEST, LossScale
 from mgpu_train.environment import read_job
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
@@ -294,6 +295,26 @@ class TestAverage:
         with average.in_place():
             assert model.weight.item() == pytest.approx(expected)
         assert model.weight.item() == 4.0
+
+
+class TestLossScale:
+    """Of one rank; that all have the same is seen in test_products.py."""
+
+    def begun(self, *weights: float | None, loaded: float = 0.0) -> float:
+        place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+        scale = LossScale(place)
+        scale.load_state_dict({**scale.state_dict(), "value": torch.tensor(loaded)})
+        for weight in weights:
+            scale.begin(weight)
+        return scale.up(torch.tensor(1.0)).item()
+
+    def test_it_begins_once_with_what_fits_the_sum_unless_it_was_loaded(self):
+        assert self.begun(48.0) == self.begun(64.0) == self.begun(48.0, 1.0) == HIGHEST / 64
+        assert self.begun(48.0, loaded=8.0) == 8.0
+
+    @pytest.mark.parametrize("weight", [None, 0.0, float("nan"), float("inf")])
+    def test_a_rank_without_a_loss_and_a_bad_batch_decide_nothing(self, weight):
+        assert self.begun(weight) == HIGHEST
 
 
 class TestFit:

@@ -44,6 +44,8 @@ class Pipelined(Plain):
                 self._gradients(given)
             self.optimizers.zero_grad()
             self._met = True
+            if self._scale is not None:
+                self._scale.begin(self._losses[0].weight if self._last else None)
         return self._agreed(self._gradients(given))
 
     def _gradients(self, batches: Iterable[Batch | None]) -> Sums:
@@ -75,7 +77,7 @@ class Pipelined(Plain):
         loss = (self.task.loss if self.model.training else self.task.evaluate)(answers, batch)
         self._losses[int(number)] = loss.detached
         self._did()
-        return self._scale.up(loss.total, loss.weight) if self._scale else loss.total
+        return self._scale.up(loss.total) if self._scale else loss.total
 
     def _agreed(self, sums: Sums) -> Sums:
         """With the names that the last stage has."""

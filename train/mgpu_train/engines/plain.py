@@ -35,7 +35,7 @@ class Plain(Engine):
         """`micro_batches` of each step; `did` is called after each."""
         self.task, self.model, self.strategy, self.optimizers = task, model, strategy, optimizers
         self._clip_norm, self._count, self._did = clip_norm, micro_batches, did
-        self._scale = LossScale(strategy.place.device) if strategy.policy.scaled else None
+        self._scale = LossScale(strategy.place) if strategy.policy.scaled else None
 
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
         """The strategy exchanges them with the last one's."""
@@ -45,7 +45,11 @@ class Plain(Engine):
                 loss = self.task.loss(self.model, batch)
                 if empty:
                     loss = loss.nothing
-                (self._scale.up(loss.total, loss.weight) if self._scale else loss.total).backward()
+                total = loss.total
+                if self._scale is not None:
+                    self._scale.begin(loss.weight)
+                    total = self._scale.up(total)
+                total.backward()
             sums.add(loss)
             self._did()
         return sums
