@@ -38,11 +38,13 @@ class Pipelined(Plain):
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
         """Each stage sees all micro-batches; the last one has their losses."""
         given = list(batches)
+        self._buffers.keep()
         if not self._met:  # torch runs a micro-batch for it, which draws: what comes after must not depend on that
             device = self.strategy.place.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 self._gradients(given)
             self.optimizers.zero_grad()
+            self._buffers.put_back()
             self._met = True
             if self._scale is not None:
                 self._scale.begin(self._losses[0].weight if self._last else None)
