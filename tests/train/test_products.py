@@ -27,6 +27,8 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
     "muon": (1, {"strategy": "single", "optimizer": "muon", "ema": 0.9, "lr": 0.01}),
     "muon-fsdp": (2, {"strategy": "fsdp", "optimizer": "muon", "ema": 0.9, "lr": 0.01}),
     "muon-tensor-ddp": (4, {"strategy": "ddp", "tensor_parallel": 2, "optimizer": "muon", "ema": 0.9, "lr": 0.01}),
+    "ema": (1, {"strategy": "single", "ema": 0.9, "validate_every": 2}),
+    "ema-fsdp": (2, {"strategy": "fsdp", "ema": 0.9, "validate_every": 2}),
     "hsdp": (4, {"strategy": "hsdp", "replicas": 2}),
     "hsdp-cut": (4, {"strategy": "hsdp", "replicas": 2, "micro_batch": 1}),
     "tensor": (2, {"strategy": "single", "tensor_parallel": 2}),
@@ -44,7 +46,7 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tensor-hsdp": (8, {"strategy": "hsdp", "replicas": 2, "tensor_parallel": 2}),
 }  # fmt: skip
-ALONE = ("single", "muon", "lm")
+ALONE = ("single", "muon", "ema", "lm", "lm16")
 GPT = {
     "task": "lm", "seq_len": 16,
     "model": {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "mlp": "swiglu", "qk_norm": True},
@@ -58,6 +60,14 @@ PRODUCTS |= {
         8, {"strategy": "fsdp", "pipeline_parallel": 2, "tensor_parallel": 2, "micro_batch": 2, **GPT},
     ),
 }  # fmt: skip
+# of sums over 2 and 3 samples the loss has another scale: all ranks take the least
+FP16 = {**GPT, "precision": "fp16", "global_batch": 5, "lr": 0.01}
+PRODUCTS |= {
+    "lm16": (1, {"strategy": "single", **FP16}),
+    "lm16-ddp": (2, {"strategy": "ddp", **FP16}),
+    "lm16-fsdp": (3, {"strategy": "fsdp", **FP16}),
+    "lm16-pipeline": (2, {"strategy": "single", "pipeline_parallel": 2, "micro_batch": 1, **FP16}),
+}
 # goes on from the third step of the first one
 RESUMED = {
     "single-from-pipeline-tensor": ("pipeline-tensor", "single"),
@@ -96,7 +106,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Losses:
         if name.startswith("lm"):  # what only validation tells
             assert {"bits_per_byte" in line for each in found.values() for line in each} == {kind == "validation"}
             keys += ["bits_per_byte"] if kind == "validation" else []
-        if kind == "validation" and "muon" in name:
+        if kind == "validation" and name.startswith(("muon", "ema")):
             keys += ["ema_loss", "ema_error"]
         numbers = [[line[key] for line in each for key in keys] for each in found.values()]
         assert all(each == numbers[0] for each in numbers), "ranks tell the same"
@@ -106,8 +116,8 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 
 
 def far(name: str) -> float:
-    """Muon orthogonalises in bf16."""
-    return 2e-2 if name.startswith("muon") else 1e-5
+    """Muon orthogonalises in bf16, and all of lm16 is in fp16."""
+    return {"muon": 2e-2, "lm16": 2e-3}.get(name.split("-")[0], 1e-5)
 
 
 def flat(rows: list[list[float]]) -> list[float]:

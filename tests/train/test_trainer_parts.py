@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import math
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,18 +15,22 @@ import pytest
 import torch
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
+from mgpu_train.engines.buffers import Buffers
 from mgpu_train.engines.fit import Fit
+from mgpu_train.engines.plain import Plain
+from mgpu_train.engines.scale import HIGHEST, LossScale
 from mgpu_train.environment import read_job
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
+from mgpu_train.metrics.sums import Sums
 from mgpu_train.models.gpt import GPT
 from mgpu_train.optim import base as optim
 from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.strategies import precision
-from mgpu_train.tasks.base import Layout
+from mgpu_train.tasks.base import Layout, Loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -294,6 +299,89 @@ class TestAverage:
         with average.in_place():
             assert model.weight.item() == pytest.approx(expected)
         assert model.weight.item() == 4.0
+
+
+class TestLossScale:
+    """Of one rank; that all have the same is seen in test_products.py."""
+
+    def begun(self, *weights: float | None, loaded: float = 0.0) -> float:
+        place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+        scale = LossScale(place)
+        scale.load_state_dict({**scale.state_dict(), "value": torch.tensor(loaded)})
+        for weight in weights:
+            scale.begin(weight)
+        return scale.up(torch.tensor(1.0)).item()
+
+    def test_it_begins_once_with_what_fits_the_sum_unless_it_was_loaded(self):
+        assert self.begun(48.0) == self.begun(64.0) == self.begun(48.0, 1.0) == HIGHEST / 64
+        assert self.begun(48.0, loaded=8.0) == 8.0
+
+    @pytest.mark.parametrize("weight", [None, 0.0, float("nan"), float("inf")])
+    def test_a_rank_without_a_loss_and_a_bad_batch_decide_nothing(self, weight):
+        assert self.begun(weight) == HIGHEST
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw in each of the ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        for name, value in (("mean", torch.zeros(())), ("cache", torch.zeros(0))):
+            self.register_buffer(name, value)
+        self.register_buffer("codes", torch.ones(4, dtype=torch.uint8))
+        self.register_buffer("wide", torch.ones(1).expand(3))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean + given.detach().mean()
+        self.cache = given.new_zeros(len(given), len(self.cache) + 1)
+        return self.norm(given)
+
+
+class TestBuffers:
+    """On one rank."""
+
+    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, dp_size=1, tells=True)
+
+    def test_a_skipped_step_leaves_statistics_as_they_were_and_another_does_not(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Remembers())
+        policy = precision.POLICIES["fp32"]
+        strategy: Any = SimpleNamespace(
+            place=self.place, policy=policy, forward_pass=lambda model, reduce: nullcontext()
+        )
+        task: Any = SimpleNamespace(loss=lambda model, batch: Loss(model(batch["x"]).pow(3).sum(), 4))
+        optimizers = optim.make(model, Layout(), TrainConfig())
+        engine = Plain(task, model, strategy, optimizers, clip_norm=1.0, micro_batches=2, did=lambda: None)
+
+        def step(*numbers: float) -> dict[str, torch.Tensor]:
+            totals = engine.gradients([{"x": number * torch.randn(4, 4)} for number in numbers]).reduce(self.place)
+            engine.update(0.1, totals)
+            kept = ("weight", "bias", "0.running_mean", "norm.running_mean", "norm.running_var", "tracked", "mean")
+            return {name: each.clone() for name, each in model.state_dict().items() if name.endswith(kept)}
+
+        first, skipped, last = step(1.0, 2.0), step(1.0, math.nan), step(1.0, 3.0)
+        assert all(torch.equal(each, skipped[name]) for name, each in first.items())
+        assert not any(torch.equal(each, last[name]) for name, each in first.items())
+        assert last["1.norm.num_batches_tracked"] == 4
+        assert all(each.isfinite().all() for each in last.values())
+
+    def test_the_pass_in_which_stages_meet_is_not_counted(self):
+        from mgpu_train.engines.pipelined import Pipelined  # 0.3 s
+
+        def passes(batches: list[Any]) -> Sums:
+            for each in batches:
+                model(each)
+            return Sums()
+
+        engine: Any = Pipelined.__new__(Pipelined)
+        model = engine.model = nn.BatchNorm1d(4)
+        engine.strategy, engine.optimizers = SimpleNamespace(place=self.place), SimpleNamespace(zero_grad=lambda: None)
+        engine._buffers, engine._scale, engine._met = Buffers(model), None, False
+        engine._gradients, engine._agreed = passes, lambda sums: sums
+        for step in (1, 2):
+            engine.gradients([torch.randn(4, 4)])
+            assert model.num_batches_tracked == step
 
 
 class TestFit:

@@ -311,6 +311,21 @@ def test_what_is_drawn_for_an_image_follows_from_its_seed_and_validation_draws_n
     assert set(validation.batch([5], [1])) == {"image", "label"}
 
 
+def test_a_channel_that_is_the_same_in_all_images_stays_a_number(tmp_path):
+    """An alpha that is opaque, say: in validation it may be another."""
+    images = pixels(40, 4, 8, 8)
+    images[:, 3] = 255
+    images[::10, 3] = 251  # of validation
+    np.save(tmp_path / "images.npy", images)
+    np.save(tmp_path / "labels.npy", np.arange(40) % 4)
+    task = Vision(VisionOptions(data=str(tmp_path)))
+    data = (task.data(split) for split in ("train", "validation"))
+    given, held = (each.batch(range(len(each)), [0] * len(each))["image"] for each in data)
+    assert not given[:, 3].any()
+    assert given[:, 0].std() == pytest.approx(1, rel=0.01)
+    assert held[:, 3].abs().max() <= 4
+
+
 def test_classes_are_balanced_by_how_rare_they_are_and_a_mixed_image_counts_as_both(tmp_path):
     np.save(tmp_path / "images.npy", pixels(40, 8, 8))
     np.save(tmp_path / "labels.npy", (np.arange(40) % 4 == 1).astype(np.int64))  # a fourth of them

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from mgpu_train.checkpoint.distributed.staging import local
+from mgpu_train.engines.buffers import Buffers
 from mgpu_train.errors import TrainError
 from mgpu_train.health.hardware import forget_most, free_bytes, lacks_memory, resident_bytes
 from mgpu_train.parallel import Place, machine
@@ -205,16 +206,13 @@ class Fit:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """The model's buffers, such as a batch norm's statistics, are as before afterwards. Those of 8 bits are weights
-        that are kept small, which no pass changes and a copy would double."""
-        buffers = ((of, *each) for of in self._model.modules() for each in of.named_buffers(recurse=False))
-        kept = [(*each, each[-1].clone()) for each in buffers if each[-1].dtype not in (torch.uint8, torch.int8)]
+        """The model's buffers, such as a batch norm's statistics, are as before afterwards."""
+        buffers = Buffers(self._model)
+        buffers.keep()
         try:
             yield
         finally:
-            with torch.no_grad():
-                for module, name, buffer, value in kept:
-                    setattr(module, name, buffer.copy_(value))
+            buffers.put_back()
             if self._compiled:
                 torch.compiler.reset()
             self._memory.restart()  # `memory_gib` is of training

@@ -38,12 +38,16 @@ class Pipelined(Plain):
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
         """Each stage sees all micro-batches; the last one has their losses."""
         given = list(batches)
+        self._buffers.keep()
         if not self._met:  # torch runs a micro-batch for it, which draws: what comes after must not depend on that
             device = self.strategy.place.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 self._gradients(given)
             self.optimizers.zero_grad()
+            self._buffers.put_back()
             self._met = True
+            if self._scale is not None:
+                self._scale.begin(self._losses[0].weight if self._last else None)
         return self._agreed(self._gradients(given))
 
     def _gradients(self, batches: Iterable[Batch | None]) -> Sums:
@@ -75,7 +79,7 @@ class Pipelined(Plain):
         loss = (self.task.loss if self.model.training else self.task.evaluate)(answers, batch)
         self._losses[int(number)] = loss.detached
         self._did()
-        return self._scale.up(loss.total, loss.weight) if self._scale else loss.total
+        return self._scale.up(loss.total) if self._scale else loss.total
 
     def _agreed(self, sums: Sums) -> Sums:
         """With the names that the last stage has."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mgpu_train.checkpoint.state import ModelPart, OptimizerPart, Part
 from mgpu_train.engines.base import Engine, Update
+from mgpu_train.engines.buffers import Buffers
 from mgpu_train.engines.scale import LossScale
 from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
 from mgpu_train.optim.base import Optimizers
@@ -35,17 +36,23 @@ class Plain(Engine):
         """`micro_batches` of each step; `did` is called after each."""
         self.task, self.model, self.strategy, self.optimizers = task, model, strategy, optimizers
         self._clip_norm, self._count, self._did = clip_norm, micro_batches, did
-        self._scale = LossScale(strategy.place.device) if strategy.policy.scaled else None
+        self._buffers = Buffers(model)
+        self._scale = LossScale(strategy.place) if strategy.policy.scaled else None
 
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
         """The strategy exchanges them with the last one's."""
+        self._buffers.keep()
         sums = Sums()
         for number, (batch, empty) in enumerate(_filled(batches), 1):
             with self.strategy.forward_pass(self.model, reduce=number == self._count):
                 loss = self.task.loss(self.model, batch)
                 if empty:
                     loss = loss.nothing
-                (self._scale.up(loss.total, loss.weight) if self._scale else loss.total).backward()
+                total = loss.total
+                if self._scale is not None:
+                    self._scale.begin(loss.weight)
+                    total = self._scale.up(total)
+                total.backward()
             sums.add(loss)
             self._did()
         return sums
@@ -71,6 +78,7 @@ class Plain(Engine):
         skipped = (~finite).float()
         self.optimizers.step(lr, factor, skipped)
         self.optimizers.zero_grad()
+        self._buffers.put_back(skipped.bool())
         if self._scale is not None:
             self._scale.update(skipped)
         return Update(norm, skipped)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_train.checkpoint.distributed.staging import local
+from mgpu_train.parallel import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class Average:
@@ -22,6 +26,11 @@ class Average:
         self._decay = decay
         self._parameters = {name: each for name, each in inner.named_parameters() if each.requires_grad}
         self._averages = {name: each.detach().clone() for name, each in self._parameters.items()}
+        self._sharded: list[FSDPModule] = []
+        if any(map(is_sharded, self._parameters.values())):
+            from torch.distributed.fsdp import FSDPModule  # most of a second, of which the others have no need
+
+            self._sharded = [each for each in inner.modules() if isinstance(each, FSDPModule)]
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -54,6 +63,8 @@ class Average:
             kept = one.clone()
             one.copy_(other)
             other.copy_(kept)
+        for each in self._sharded:  # what a forward pass alone has left gathered would be taken by the next one
+            each.reshard()
 
     @property
     def nbytes(self) -> float:

@@ -112,11 +112,14 @@ class Vision(Task):
 
     @cached_property
     def _scale(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and deviation of each channel, of images at equal distances."""
+        """Mean and deviation of each channel, of images at equal distances; where all pixels are the same, 1."""
         images = self._splits[0]
         some = range(0, len(images), max(1, len(images) // _MEASURED))
         pixels = np.stack([images.read(number) for number in some]).astype(np.float32)
-        return tuple(how(pixels, axis=(0, 2, 3)).reshape(-1, 1, 1) for how in (np.mean, np.std))  # type: ignore[return-value]
+        mean, deviation, most, least = (
+            how(pixels, axis=(0, 2, 3)).reshape(-1, 1, 1) for how in (np.mean, np.std, np.max, np.min)
+        )
+        return mean, np.where(most == least, np.float32(1), deviation)
 
 
 @dataclass(frozen=True)
