@@ -77,6 +77,7 @@ class Search:
     refusals: Refusals = field(default_factory=Refusals)
     hard_cap_at: float = 0.0
     max_usd: float = 0.0
+    searches: int = 0
     deadline: float = 0.0
     begun: float = 0.0  # by the clock
 
@@ -146,7 +147,7 @@ class Search:
 
     def _intent(self, offer: Offer, attempt: int) -> Intent:
         fleet, generation, owner = self.request.fleet, self.request.generation, self.request.owner
-        token = create_token(owner, fleet, generation, offer, attempt)
+        token = create_token(owner, fleet, generation, offer, attempt, self.searches)
         return Intent(fleet=fleet, generation=generation, owner=owner, token=token, offer=offer)
 
     def _try(self, intent: Intent) -> Acquired | None:

@@ -46,7 +46,8 @@ class Acquired:
 class Terms(TypedDict, total=False):
     """How long a search may take (`timeouts`), who hears of it, what ends it, and who meets the new machines (`meet`;
     without: nobody has to). `hard_cap_at` (UNIX seconds) is that of a fleet that has one already: no machine passes it,
-    however long the search takes. A new fleet lives no longer than `max_usd` pays for (0: no limit). The clocks are for
+    however long the search takes. A new fleet lives no longer than `max_usd` pays for (0: no limit). `searches`: as
+    many for this fleet have come to their end before, on any machine; this one has its own tokens. The clocks are for
     tests: `clock` and `sleep` in seconds, `now` in UNIX seconds."""
 
     timeouts: Required[Timeouts]
@@ -55,6 +56,7 @@ class Terms(TypedDict, total=False):
     meet: Meet | None
     hard_cap_at: float
     max_usd: float
+    searches: int
     clock: Callable[[], float]
     sleep: Callable[[float], object]
     now: Callable[[], float]

@@ -36,6 +36,10 @@ RANKED_UP_TO = "MGPU_RANKED_UP_TO"
 """Tells the plugin up to which rank (`mgpu.plan.rank.Rank`, as a list in JSON) the offers are of a fleet that is made:
 those of another provider follow there."""
 
+SEARCHES = "MGPU_SEARCHES"
+"""Tells the plugin how many searches for the machines of the run that wants a fleet have come to their end before: the
+next one asks by other tokens, on whichever machine."""
+
 IMAGE = "MGPU_IMAGE"
 """Tells the plugin which image the run that wants a fleet has settled on, repository@sha256:...: no other is built."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.iac import tokens
-from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO
+from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO, SEARCHES
 from mgpu.iac.protocol.handler import Handler
 from mgpu.iac.protocol.servicer import Servicer, serve
 
@@ -31,12 +31,13 @@ class Handlers(Mapping[str, Handler]):
         image: str = "",
         max_usd: float = 0.0,
         ranked_up_to: Sequence[float] = (),
+        searches: int = 0,
     ) -> None:
         """A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say) and before it costs more than `max_usd`
         (0: no limit), is of an offer that is `ranked_up_to` this (empty: any), and runs `image`,
-        repository@sha256:... (none: as inputs say)."""
+        repository@sha256:... (none: as inputs say). `searches` for it have come to their end before."""
         self._timeouts, self._hard_cap_at, self._image, self._max_usd = timeouts, hard_cap_at, image, max_usd
-        self._ranked_up_to = ranked_up_to
+        self._ranked_up_to, self._searches = ranked_up_to, searches
         self._makers: dict[str, Callable[[], Handler]] = {
             tokens.SSH_KEY: self._ssh_key,
             tokens.IMAGE: self._image_handler,
@@ -81,7 +82,7 @@ class Handlers(Mapping[str, Handler]):
     def _fleet(self) -> Handler:
         from mgpu.iac.types.fleet import FleetHandler
 
-        return FleetHandler(self._timeouts, self._hard_cap_at, self._max_usd, self._ranked_up_to)
+        return FleetHandler(self._timeouts, self._hard_cap_at, self._max_usd, self._ranked_up_to, self._searches)
 
     def _aws(self, token: str) -> Handler:
         from mgpu.iac.aws.handler import AwsHandler
@@ -102,7 +103,7 @@ def main() -> None:
     hard_cap_at, max_usd = (float(os.environ.get(name) or 0) for name in (HARD_CAP, MAX_USD))
     ranked_up_to = json.loads(os.environ.get(RANKED_UP_TO) or "[]")
     times, image = Timeouts.of_environment(os.environ), os.environ.get(IMAGE, "")
-    known = Handlers(times, hard_cap_at, image, max_usd, ranked_up_to)
+    known = Handlers(times, hard_cap_at, image, max_usd, ranked_up_to, int(os.environ.get(SEARCHES) or 0))
     server, port = serve(Servicer(known, _schema, engine, tokens.AWS_CONFIG))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()

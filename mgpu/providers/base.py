@@ -504,8 +504,12 @@ def other_usd_per_hour(provider: Provider, requirements: Requirements, offer: Of
     return sum(cost.usd for cost in provider.other_costs(alone, offer, None) if cost.per == "hour")
 
 
-def create_token(owner: str, fleet: str, generation: int, offer: Offer, attempt: int) -> str:
-    """The idempotency token of one try: at most one gang is ever made from it. 40 hexadecimal characters."""
+def create_token(owner: str, fleet: str, generation: int, offer: Offer, attempt: int, searches: int = 0) -> str:
+    """The idempotency token of one try: at most one gang is ever made from it. 40 hexadecimal characters.
+
+    The same on every machine: whoever goes on where a search was cut off asks by its tokens. `searches`: how many for
+    this fleet have come to their end before; a provider may answer for days to their tokens what it has answered then.
+    """
     place = (offer.provider, offer.instance_type, offer.market, offer.region, offer.zone or "")
-    parts = (owner, fleet, str(generation), *place, str(attempt))
+    parts = (owner, fleet, str(generation), *place, str(attempt), *([str(searches)] if searches else []))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]

@@ -37,6 +37,7 @@ class Search:
     def __init__(self, aws: FakeAws, folder: Path) -> None:
         self.aws, self.folder = aws, folder
         self.provider = registry.get("aws", aws.options)
+        self.searches = 0
 
     def plan(self, nodes: int = 2, market: str = "spot") -> Plan:
         needed = Requirements(
@@ -50,6 +51,11 @@ class Search:
             max_hours=1,
         )
         return rank.plan(needed, self.provider.offers(needed).offers)
+
+    def elsewhere(self) -> None:
+        """From here on it is made by another machine, which has no journal."""
+        self.folder /= "elsewhere"
+        self.folder.mkdir()
 
     def __call__(self, nodes: int = 2, market: str = "spot", more: tuple[Offer, ...] = ()) -> Acquired:
         plan = self.plan(nodes, market)
@@ -65,7 +71,12 @@ class Search:
         self.offers = (*plan.offers, *more)
         with Journal(self.folder / "journal") as journal:
             return acquire.acquire(
-                self.provider, request, self.offers, journal, timeouts=Timeouts(provision_s=60, destroy_s=60)
+                self.provider,
+                request,
+                self.offers,
+                journal,
+                timeouts=Timeouts(provision_s=60, destroy_s=60),
+                searches=self.searches,
             )
 
     @property
@@ -123,6 +134,19 @@ def test_without_any_capacity_every_pool_is_asked_once_and_named(search: Search,
     assert len(lines) == len(search.offers) == search.fleets
     assert all(offer.label in line for offer, line in zip(search.offers, lines, strict=True))
     assert aws.alive() == []
+
+
+def test_what_ec2_has_refused_one_machine_is_asked_anew_by_the_next_one(search: Search, aws: FakeAws):
+    """A known client token is answered as it was the first time, whatever there is by now."""
+    aws.capacity(0)
+    with pytest.raises(NoCapacity):
+        search()
+    aws.capacity(100)
+    search.elsewhere()
+    search.searches = 1
+    asked = search.fleets
+    assert search().state.ready
+    assert search.fleets == asked + 1
 
 
 def test_a_quota_ends_its_family_on_that_market_after_one_call(search: Search, aws: FakeAws):

@@ -23,16 +23,27 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Event
+from mgpu.events import Event, ignore
 from mgpu.iac import failures, plugin, tokens
-from mgpu.iac.protocol.handler import Call, Settings
+from mgpu.iac.engine.event_log import EngineLog
+from mgpu.iac.engine.stack import Stack
+from mgpu.iac.protocol.handler import Call, Handler, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import contact, fleet, generations, sweep
 from mgpu.iac.types.fleet_model import Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
-from mgpu.plan.model import Requirements
-from mgpu.providers.base import FleetRequest, FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
+from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.base import (
+    FleetRequest,
+    FleetState,
+    JumpHost,
+    MachineDriver,
+    NodePhase,
+    Offers,
+    ProxyCommand,
+    create_token,
+)
 
 FLEET = tokens.FLEET
 WANTED = {
@@ -184,6 +195,33 @@ def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, 
     _, made = handler.create(call, inputs)
     assert made["offer"]["zone"] == taken
     assert not any("z8" in each for each in made["offersConsidered"])
+
+
+def test_the_fleet_is_asked_for_by_the_tokens_of_the_runs_next_search(here, wire, fake, tmp_path, monkeypatch):
+    """From the run to the plugin, by its environment."""
+    told, known = dict[str, str](), dict[str, Handler]()
+
+    def operate(stack, *_, more, **__):
+        told.update(more)
+        return EngineLog(0, ignore)
+
+    def end(handlers, *_):
+        known.update(handlers)
+        raise SystemExit
+
+    for name in ("_make_way", "_clear"):
+        monkeypatch.setattr(Stack, name, lambda _: None)
+    monkeypatch.setattr(Stack, "_operate", operate)
+    Stack(tmp_path, "it", tmp_path / "mgpu.yaml", log_dir=tmp_path, emit=ignore, timeouts=Timeouts()).up(searches=2)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(plugin, "Servicer", end)
+    with pytest.raises(SystemExit):
+        plugin.main()
+    call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
+    _, made = known[FLEET].create(call, wire.inputs(here, WANTED))
+    offer = Offer.model_validate(made["offer"])
+    assert [*fake.gangs] == [create_token(made["owner"], made["name"], 1, offer, 0, searches=2)]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -339,8 +339,14 @@ class Stack:
         self.chosen = provider
 
     def up(
-        self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
+        self,
+        hard_cap_at: float = 0.0,
+        image: str = "",
+        max_usd: float = 0.0,
+        ranked_up_to: Sequence[float] = (),
+        searches: int = 0,
     ) -> None:
+        self.world.searches.append(searches)
         self._call(f"up at {self.chosen}" if self.chosen else "up")
         self.world.ranked_up_to.append(ranked_up_to)
         self.world.capped.append(hard_cap_at)
@@ -407,6 +413,7 @@ class World:
     paid: list[float] = field(default_factory=list)  # what each of these may cost
     brought_up_with: list[str] = field(default_factory=list)  # the image of each `up`
     ranked_up_to: list[Sequence[float]] = field(default_factory=list)  # ... and what its offer has to come before
+    searches: list[int] = field(default_factory=list)  # of each `up`, refused ones too, how many had ended before it
 
     def __post_init__(self) -> None:
         self.folder.mkdir()

@@ -29,7 +29,7 @@ from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.project import project_files as project_files
 from mgpu.iac.engine.project import project_name
-from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO
+from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO, SEARCHES
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput, validated
 
@@ -118,13 +118,19 @@ class Stack:
         self._provider = provider
 
     def up(
-        self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
+        self,
+        hard_cap_at: float = 0.0,
+        image: str = "",
+        max_usd: float = 0.0,
+        ranked_up_to: Sequence[float] = (),
+        searches: int = 0,
     ) -> None:
         """Makes the machines be what the run file asks for. Those that a create which was cut off has made are
         adopted; what is left of its processes is ended first. `hard_cap_at`: UNIX seconds; a fleet that has to be made
         anew ends by then, too, and before it costs more than `max_usd` (0: no limit). `image`: what the run has settled
         on, repository@sha256:...; it is built or found no more, whatever the run file's `image:` says meanwhile.
-        `ranked_up_to`: a `mgpu.plan.rank.Rank`; a fleet that is made is of an offer up to it.
+        `ranked_up_to`: a `mgpu.plan.rank.Rank`; a fleet that is made is of an offer up to it. `searches`: how many for
+        these machines have come to their end before.
 
         Raises:
             StackError: another operator is at work on the stack.
@@ -137,6 +143,7 @@ class Stack:
             IMAGE: image,
             MAX_USD: repr(max_usd) if max_usd else "",
             RANKED_UP_TO: json.dumps(ranked_up_to) if ranked_up_to else "",
+            SEARCHES: str(searches) if searches else "",
         }
         more = {name: value for name, value in known.items() if value}
         self._exported = self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more).outputs

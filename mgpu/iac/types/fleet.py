@@ -57,10 +57,15 @@ class FleetHandler:
     refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
 
     def __init__(
-        self, timeouts: Timeouts, hard_cap_at: float = 0.0, max_usd: float = 0.0, ranked_up_to: Sequence[float] = ()
+        self,
+        timeouts: Timeouts,
+        hard_cap_at: float = 0.0,
+        max_usd: float = 0.0,
+        ranked_up_to: Sequence[float] = (),
+        searches: int = 0,
     ) -> None:
         self._timeouts, self._hard_cap_at, self._max_usd = timeouts, hard_cap_at, max_usd
-        self._ranked_up_to = ranked_up_to
+        self._ranked_up_to, self._searches = ranked_up_to, searches
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once, and fills in every default."""
@@ -239,7 +244,7 @@ class FleetHandler:
 
     def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
-        terms["hard_cap_at"] = hard_cap_at
+        terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._searches
         if isinstance(provider, Rekeys):
             from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
 

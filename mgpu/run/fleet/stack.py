@@ -13,6 +13,7 @@ from pathlib import Path
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire, paths
+from mgpu.acquire.refusals import REFUSED
 from mgpu.backend.owner import owner
 from mgpu.context import Context
 from mgpu.errors import (
@@ -212,7 +213,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         most_usd = min(filter(None, (left_usd, month_usd)), default=0.0)
         try:
             with stack.telling(partial(_remember, session)):
-                stack.up(session.record.hard_cap_at, session.record.image or "", most_usd, up_to or ())
+                _up(session, stack, most_usd, up_to)
         finally:
             session.record.reason = ""
     fleet = stack.outputs()
@@ -233,6 +234,20 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()
     return fleet
+
+
+def _up(session: Session, stack: Stack, most_usd: float, up_to: Rank | None) -> None:
+    """`Stack.up`, as one more search for the run's machines, of which the record counts those that have come to their
+    end. One that was cut off, or whose end nobody knows, counts for none: the next one asks by the same tokens, on
+    whichever machine, and so finds what it may have made."""
+    record = session.record
+    try:
+        stack.up(record.hard_cap_at, record.image or "", most_usd, up_to or (), record.searches)
+    except REFUSED:
+        record.searches += 1
+        session.save()
+        raise
+    record.searches += 1  # saved with the fleet
 
 
 def _remember(session: Session, event: Event) -> None:

@@ -205,6 +205,7 @@ def _record(
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],
+        searches=resume.searches if resume else 0,
         newer=resume.newer if resume else {},
         store=resume.store if resume else None,
         checkpoint_id=resume.checkpoint_id if resume else None,

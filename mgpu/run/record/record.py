@@ -159,6 +159,7 @@ class Record(Document):
     asked: list[str] = field(default_factory=list)  # those of them that were asked for machines
     asking: str = ""  # the one that is asked for a fleet now
     up_to: list[float] = field(default_factory=list)  # for offers up to this `mgpu.plan.rank.Rank`; empty: for any
+    searches: int = 0  # for its machines that have come to their end: granted, or refused with nothing left
     moves: bool = False  # its machines are being given back, to be made anew wherever the run file allows
     state: State = State.QUEUED
     attempt: int = 0

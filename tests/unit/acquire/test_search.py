@@ -226,6 +226,9 @@ def request(nodes: int = 2, generation: int = 1) -> FleetRequest:
     )
 
 
+NOTHING = {"provider": "double", "region": "r1", "fleet": "f", "generation": 0, "token": "", "ids": ()}
+
+
 class Bench:
     """A double, a clock, a journal, and the calls under test with all of them filled in."""
 
@@ -237,6 +240,7 @@ class Bench:
         self.cancelled = threading.Event()
         self.cap_s = 3600.0
         self.hard_cap_at = self.max_usd = 0.0
+        self.searches = 0
         self.meet: acquire.Meet | None = None
         self.timeouts = TIMEOUTS
 
@@ -255,6 +259,7 @@ class Bench:
                 cancelled=self.cancelled,
                 meet=self.meet,
                 max_usd=self.max_usd,
+                searches=self.searches,
                 now=self.clock,
                 **self._common,
             )
@@ -272,6 +277,7 @@ class Bench:
                 cancelled=self.cancelled,
                 meet=self.meet,
                 hard_cap_at=self.hard_cap_at,
+                searches=self.searches,
                 now=self.clock,
                 **self._common,
             )
@@ -689,6 +695,70 @@ def test_what_a_dead_process_made_from_another_request_is_ended_first(bench: Ben
     made = bench.acquire(offer())
     assert len(made.handle.ids) == 2
     assert sorted(machine.id for machine in bench.double.billed) == sorted(made.handle.ids)
+
+
+def elsewhere(bench: Bench) -> None:
+    """From here on the bench is another machine, which has no journal."""
+    bench.folder /= "elsewhere"
+    bench.folder.mkdir()
+
+
+@pytest.mark.parametrize("searches", [0, 3])
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_what_a_search_that_was_cut_off_has_made_is_found_without_its_journal(
+    bench: Bench, searches: int, lost: tuple[int, ...]
+):
+    """By its tokens, in a repair as in a create."""
+
+    def search() -> acquire.Acquired:
+        return bench.repair(stands, lost, offer()) if lost else bench.acquire(offer())
+
+    stands = bench.acquire(offer()).handle if lost else Handle(**NOTHING)
+    elsewhere(bench)
+    bench.searches = searches
+    first = search()
+    made = len(bench.double.machines)
+    elsewhere(bench)
+    assert search().handle == first.handle
+    assert len(bench.double.machines) == made
+
+
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_a_search_after_one_that_has_ended_is_not_told_again_what_that_one_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, lost: tuple[int, ...]
+):
+    """By a provider, as EC2 is, that gives a token the same answer for days; on a machine without the journal."""
+    said, make = dict[str, NoCapacity](), bench.double._make
+
+    def answer(request: FleetRequest, offer: Offer, token: str, ranks: tuple[int, ...]) -> Handle:
+        if token in said:
+            raise said[token]
+        try:
+            return make(request, offer, token, ranks)
+        except NoCapacity as error:
+            said[token] = error
+            raise
+
+    def search() -> acquire.Acquired:
+        return bench.repair(stands, lost, offer()) if lost else bench.acquire(offer())
+
+    stands = bench.acquire(offer()).handle if lost else Handle(**NOTHING)
+    elsewhere(bench)
+    monkeypatch.setattr(bench.double, "_make", answer)
+    bench.double.refuse["p4.big"] = NoCapacity("sold out")
+    with pytest.raises(NoCapacity):
+        search()
+    bench.double.refuse.clear()
+    elsewhere(bench)
+    bench.searches = 1
+    assert search().state.ready
+
+
+def test_the_first_search_asks_by_the_tokens_that_it_always_had():
+    """What an mgpu of before has made is found by them."""
+    assert create_token("o", "f", 1, offer(), 0) == "2e90677b821f3e587fa00388125b2589548e47f6"
+    every = [create_token("o", "f", 1, offer(), attempt, searches) for attempt in range(12) for searches in range(12)]
+    assert len(set(every)) == len(every)
 
 
 def test_a_token_that_somebody_else_uses_is_a_conflict_and_is_not_touched(bench: Bench):

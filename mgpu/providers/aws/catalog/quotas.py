@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from mgpu.plan.model import BoughtAs
+from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling
 
 if TYPE_CHECKING:
@@ -88,16 +89,17 @@ def headroom(
 
 
 def _used(account: Account, region: str, vcpus_of: Callable[[str], int | None]) -> dict[str, int]:
-    """vCPUs of machines that run or start, by quota code."""
+    """vCPUs of machines that run or start, by quota code; those in Capacity Blocks count against none."""
     filters = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
     used: dict[str, int] = {}
     with calling("counting the machines that run", region, scope="region"):
         client = account.client("ec2", region)
         for reservation in account.pages(client, "describe_instances", "Reservations", Filters=filters):
             for machine in reservation["Instances"]:
-                market: BoughtAs = "spot" if machine.get("InstanceLifecycle") == "spot" else "on-demand"
+                lifecycle = machine.get("InstanceLifecycle")
+                market: BoughtAs = "spot" if lifecycle == "spot" else "on-demand"
                 quota = quota_of(machine["InstanceType"], market)
-                if quota is not None:
+                if quota is not None and lifecycle != names.CAPACITY_BLOCK:
                     cpus = machine.get("CpuOptions", {})
                     own = cpus.get("CoreCount", 0) * cpus.get("ThreadsPerCore", 0)
                     used[quota.code] = used.get(quota.code, 0) + (vcpus_of(machine["InstanceType"]) or own)

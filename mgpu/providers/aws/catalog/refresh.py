@@ -71,7 +71,9 @@ def refresh(account: Account, *, deadline_s: float = DEADLINE_S, now: Callable[[
         for name, each in found.items()
     }
     machines = {kind: machine for each in found.values() for kind, machine in each.machines.items()}
-    snapshots.save(_merged(known, fresh, machines, whose, now()), snapshots.cache_file(account.options))
+    merged = _merged(known, fresh, machines, now())
+    asked_by = {"account": whose, "credentials": snapshots.mark_of(account.options)}
+    snapshots.save(merged.model_copy(update=asked_by), snapshots.cache_file(account.options))
     return Refreshed(regions=tuple(found), failed=reasons)
 
 
@@ -83,12 +85,11 @@ def _priced(name: str, region: Region, old: Region, prices: dict[str, dict[str, 
     return region.model_copy(update={"on_demand": listed, "on_demand_at": at})
 
 
-def _merged(known: Snapshot, fresh: dict[str, Region], machines: dict[str, Machine], whose: str, at: float) -> Snapshot:
+def _merged(known: Snapshot, fresh: dict[str, Region], machines: dict[str, Machine], at: float) -> Snapshot:
     source = f"AWS, asked on {datetime.fromtimestamp(at, UTC).date()}"
     others = [each for each in known.sources if not each.startswith("AWS, asked")]
     return Snapshot(
         sources=(source, *(others if set(known.regions) - set(fresh) else ())),
-        account=whose,
         machines=known.machines | machines,
         regions=known.regions | fresh,
     )

@@ -11,7 +11,7 @@ import hashlib
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -20,6 +20,15 @@ from mgpu import paths
 from mgpu.plan.model import Value
 from mgpu.providers.aws.options import Options
 
+# variables of AWS's tools that say whose credentials there are: by themselves, and by other files
+_KEYS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
 SHIPPED = Path(__file__).with_name("offers.json.gz")
 VERSION = 1
 
@@ -70,6 +79,7 @@ class Snapshot(Value):
     version: int = VERSION
     sources: tuple[str, ...] = ()
     account: str = Field(default="", description="whose quotas these are")
+    credentials: str = Field(default="", description="by which they were asked for, as `mark_of` has them")
     machines: dict[str, Machine] = Field(default={})
     regions: dict[str, Region] = Field(default={})
 
@@ -90,7 +100,7 @@ class Snapshot(Value):
         regions = {
             name: each.model_copy(update={"quotas": {}, "quotas_at": 0.0}) for name, each in self.regions.items()
         }
-        return self.model_copy(update={"account": "", "regions": regions})
+        return self.model_copy(update={"account": "", "credentials": "", "regions": regions})
 
     def _at(self, region: str) -> float:
         return self.regions[region].at if region in self.regions else 0.0
@@ -99,14 +109,15 @@ class Snapshot(Value):
 def current(options: Options) -> Snapshot:
     """The shipped snapshot, with what the last refresh by these options has found anew.
 
-    A cache that cannot be read counts as absent: the next refresh replaces it. Another account's quotas are left out.
+    A cache that cannot be read counts as absent: the next refresh replaces it. Quotas that may be another account's are
+    left out: the run file names the account, or the credentials are those of the refresh.
     """
     shipped = _read(SHIPPED)
     try:
         cached = _read(cache_file(options))
     except (OSError, EOFError, zlib.error, ValidationError):
         return shipped
-    ours = options.account in (None, cached.account)
+    ours = options.account == cached.account if options.account else mark_of(options) == cached.credentials
     return shipped.with_newer(cached if ours else cached.without_account())
 
 
@@ -132,8 +143,19 @@ def cache_file(options: Options, environment: Mapping[str, str] = os.environ) ->
         options.endpoint_url or environment.get("AWS_ENDPOINT_URL", ""),
         options.profile or environment.get("AWS_PROFILE", ""),
     )
-    mark = f"-{hashlib.sha256(chr(10).join(who).encode()).hexdigest()[:12]}" if any(who) else ""
+    mark = f"-{_digest(who)}" if any(who) else ""
     return paths.cache_dir() / "aws" / f"offers{mark}.json.gz"
+
+
+def mark_of(options: Options, environment: Mapping[str, str] = os.environ) -> str:
+    """Of the credentials that variables name; empty: none does. The cache of one profile may see those of many accounts
+    (`aws-vault exec`). A profile that the options name goes before variables with keys."""
+    who = [environment.get(name, "") for name in (_FILES if options.profile else (*_FILES, *_KEYS))]
+    return _digest(who) if any(who) else ""
+
+
+def _digest(words: Iterable[str]) -> str:
+    return hashlib.sha256(chr(10).join(words).encode()).hexdigest()[:12]
 
 
 def _read(path: Path) -> Snapshot:

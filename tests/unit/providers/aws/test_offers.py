@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,7 @@ from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws.catalog import offers as aws_offers
 from mgpu.providers.aws.catalog import snapshot as snapshots
 from mgpu.providers.aws.catalog.machine_types import machine_of
-from mgpu.providers.aws.catalog.quotas import QUOTAS, name_of, quota_of, raise_command
+from mgpu.providers.aws.catalog.quotas import QUOTAS, QuotaUse, headroom, name_of, quota_of, raise_command
 from mgpu.providers.aws.catalog.snapshot import Machine, QuotaState, Region, Snapshot
 from mgpu.providers.aws.options import Options
 from mgpu.spec.load import loads
@@ -34,7 +35,7 @@ PLAIN = Options()
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test alone, and no AWS settings of the user's."""
-    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
+    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE", *snapshots._KEYS, *snapshots._FILES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return snapshots.cache_file(PLAIN)
@@ -473,6 +474,47 @@ def test_quotas_of_another_account_are_not_gone_by(cache: Path):
     for account, known in (("111111111111", True), ("222222222222", False), (None, True)):
         offer = found(Options(account=account), gpu=("A100-40GB",), market="spot")[0]
         assert (offer.headroom is not None) is known
+
+
+@pytest.mark.parametrize("variable", ["AWS_ACCESS_KEY_ID", "AWS_SHARED_CREDENTIALS_FILE"])
+def test_quotas_that_other_credentials_were_told_are_not_gone_by(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+):
+    """Many accounts in turn, of one profile: of the variables, only a run file's account says more."""
+
+    def goes_by(account: str | None = None) -> bool:
+        offer = found(Options(account=account), gpu=("A100-40GB",), market="spot")[0]
+        return offer.headroom is not None
+
+    monkeypatch.setenv(variable, "of one account")
+    asked = kept(cache, account="111111111111", us_east_1=p4d(quotas=states(limit=0)))
+    snapshots.save(asked.model_copy(update={"credentials": snapshots.mark_of(PLAIN)}), cache)
+    assert goes_by()
+    monkeypatch.setenv(variable, "of another one")
+    assert not goes_by()
+    assert goes_by("111111111111")
+    monkeypatch.delenv(variable)
+    assert not goes_by()
+
+
+def test_a_profile_that_is_named_goes_before_keys_in_variables():
+    keys, files = {"AWS_ACCESS_KEY_ID": "AKIA"}, {"AWS_CONFIG_FILE": "config"}
+    of_profile = Options(profile="mine")
+    assert snapshots.mark_of(of_profile, keys) == snapshots.mark_of(PLAIN, {}) == ""
+    assert snapshots.mark_of(of_profile, keys | files) == snapshots.mark_of(of_profile, files) != ""
+    assert snapshots.mark_of(PLAIN, keys) != ""
+
+
+def test_machines_in_capacity_blocks_count_against_no_quota():
+    """One that is paid for as a whole runs beside one on demand."""
+    common = {"InstanceType": "p5.48xlarge", "CpuOptions": {"CoreCount": 96, "ThreadsPerCore": 2}}
+    told = {
+        "list_service_quotas": [{"QuotaCode": P_ON_DEMAND, "Value": 384.0}],
+        "describe_instances": [{"Instances": [common, {**common, "InstanceLifecycle": "capacity-block"}]}],
+    }
+    account = Mock()
+    account.pages.side_effect = lambda client, operation, *_, **__: told[operation]
+    assert headroom(account, "us-east-1") == {"P on-demand": QuotaUse(384, 192, P_ON_DEMAND)}
 
 
 # --- what AWS tells of a type

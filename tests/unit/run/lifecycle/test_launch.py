@@ -199,6 +199,38 @@ def test_the_first_machines_are_waited_for_as_well(project, refusal):
     project.nothing_is_left()
 
 
+def test_searches_that_have_ended_are_counted_on_disk_before_the_next_one_asks(project):
+    """No two of them ask by the same tokens, from whichever machine: EC2 answers a known one as it did before."""
+    world = project.world
+    world.timeouts = world.timeouts.model_copy(update={"sold_out_s": 0.0})
+    left, known = [NoCapacity("none"), BidTooLow("too low")], []
+
+    def up():
+        known.append(record.load("last").searches)
+        if left:
+            raise left.pop(0)
+
+    world.hooks["up"] = up
+    assert project.launch().exit_code == 0
+    assert known == world.searches == [0, 1, 2]
+    assert record.load("last").searches == 3
+
+
+def test_a_run_that_is_resumed_goes_on_counting_its_searches(project):
+    refused(project.world, NoOffer("no such GPU"))
+    project.launch()
+    assert project.launch(resume=record.load("last")).exit_code == 0
+    assert project.world.searches == [0, 1]
+
+
+@pytest.mark.parametrize("error", [StackError("killed"), Transient("no answer"), TeardownIncomplete("i-0 is there")])
+def test_a_search_of_which_something_may_be_left_is_not_counted(project, error):
+    """Whoever goes on asks by its tokens, and finds that."""
+    refused(project.world, error)
+    assert project.launch().exit_code != 0
+    assert record.load("last").searches == 0
+
+
 @pytest.mark.parametrize("refusal", [QuotaExceeded("L-1 is 0"), AuthError("expired"), NoOffer("no such GPU")])
 def test_what_waiting_does_not_mend_ends_at_once(project, refusal):
     """F13"""
