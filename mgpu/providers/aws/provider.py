@@ -22,6 +22,7 @@ from mgpu.providers.base import (
     FleetState,
     Handle,
     Intent,
+    Listing,
     MachineDriver,
     Offers,
     Provider,
@@ -281,10 +282,16 @@ class AwsProvider(Provider):
         return machine_image.driver(self._account, handle.region, *made_from) if len(made_from) == 1 else None
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
-        """What carries this owner's tag, in all regions. Raises ProviderError: not all of them have answered."""
+        """What carries this owner's tag, in all regions but those that the account's organization closes. Raises
+        ProviderError: not all of them have answered."""
+        return self.list_reached(owner).handles
+
+    def list_reached(self, owner: str) -> Listing:
+        """The same, and which regions are closed."""
         from mgpu.providers.aws.instances import teardown
 
-        return tuple(map(self._ours, teardown.list_owned(self._account, owner)))
+        found = teardown.list_owned(self._account, owner)
+        return found.model_copy(update={"handles": tuple(map(self._ours, found.handles))})
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends machines and what only they used. Raises ProviderError: EC2 refused, or did not answer."""
