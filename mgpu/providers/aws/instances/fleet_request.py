@@ -116,7 +116,10 @@ def template(
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "disabled",  # else what an account has set for all its machines counts
         },
-        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib, order.options.disk or Disk())],
+        "BlockDeviceMappings": [
+            _disk(image, request.requirements.disk_gib, order.options.disk or Disk()),
+            *(_beside(device, ebs) for device, ebs in image.others),
+        ],
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
         **_reserved(order),
@@ -221,6 +224,14 @@ def _disk(image: MachineImage, gib: int, wanted: Disk) -> Parameters:
         "DeleteOnTermination": True,
     }
     return {"DeviceName": image.root_device, "Ebs": ebs}
+
+
+def _beside(device: str, ebs: Parameters) -> Parameters:
+    """A disk that the image brings beside the root's, as it has it; but it goes with the machine."""
+    # EC2 takes what is in it from the image; of the rest, what a mapping does not say is EC2's default
+    said = ("VolumeType", "Iops", "Throughput", *(() if ebs.get("SnapshotId") else ("VolumeSize",)))
+    kept = {name: ebs[name] for name in said if ebs.get(name)}
+    return {"DeviceName": device, "Ebs": {**kept, "Encrypted": True, "DeleteOnTermination": True}}
 
 
 def _interfaces(order: Order, place: Place, kind: Kind) -> list[Parameters]:
