@@ -360,8 +360,8 @@ class Provider(ABC):
         return 0.0
 
     def configured(self) -> bool:
-        """Whether this user has set the provider up at all; looks at files and variables, asks nobody. Commands that
-        ask every provider (`mgpu gc`, `mgpu ls`) leave out one that is not."""
+        """Whether this user has set the provider up at all; looks at files and variables, and asks nobody but this
+        machine. Commands that ask every provider (`mgpu gc`, `mgpu ls`) leave out one that is not."""
         return True
 
     def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:

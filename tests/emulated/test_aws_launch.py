@@ -641,6 +641,7 @@ def test_configured_looks_at_variables_and_files(monkeypatch: pytest.MonkeyPatch
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
     assert not AwsProvider().configured()
     assert AwsProvider({"profile": "work"}).configured()
