@@ -18,7 +18,7 @@ from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
-_AGE = {"stock", "fetched_at"}  # what differs between two looks at one offer
+_AGE = {"stock", "fetched_at", "most_usd_per_hour"}  # what differs between two looks at one offer
 
 
 class Offers(Value):

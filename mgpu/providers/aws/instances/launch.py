@@ -32,6 +32,7 @@ from mgpu.errors import (
 )
 from mgpu.providers.aws import names
 from mgpu.providers.aws.catalog import quotas
+from mgpu.providers.aws.catalog.spot_price import spot_price
 from mgpu.providers.aws.failures import calling, code_of, refusal
 from mgpu.providers.aws.instances import equip, listing, machine_image, machines, network, teardown
 from mgpu.providers.aws.instances.fleet_request import Order, fleet, for_nothing, template
@@ -159,7 +160,9 @@ def _prepare(account: Account, order: Order, where: network.Place) -> _Marks:
         equip.require_addresses(account, order)
     chosen = machine_image.find(account, order.options, order.region)
     hard_cap_at = _hard_cap_at(order)
-    data = template(order, where, kind, chosen, HostKey.make(), hard_cap_at)
+    usd = spot_price(account, order.region, where.zone, order.offer.instance_type) if order.market == "spot" else None
+    usd = order.offer.price_usd_per_hour if usd is None else usd
+    data = template(order, where, kind, chosen, HostKey.make(), hard_cap_at, usd)
     marks = {**order.marks, names.REQUEST: order.digest, names.HARD_CAP_AT: str(hard_cap_at)}
     ec2 = account.client("ec2", order.region)
     if order.clustered(kind):

@@ -58,7 +58,7 @@ def test_all_disks_of_an_image_go_with_the_machine(image):
     place: Any = SimpleNamespace(instance_profile="p", security_group_id="sg", subnet_id="subnet")
     kind: Any = SimpleNamespace(cluster=False, efa_cards=0, cards=1)
     key = HostKey(public=KEY, private="none")
-    mapped = fleet_request.template(order, place, kind, image, key, 1)["BlockDeviceMappings"]
+    mapped = fleet_request.template(order, place, kind, image, key, 1, 1.0)["BlockDeviceMappings"]
     assert {each["DeviceName"]: each["Ebs"] for each in mapped} == {
         "/dev/sda1": {"VolumeSize": 200, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True},
         "/dev/sdf": {"VolumeType": "io2", "Iops": 9000, "Encrypted": True, "DeleteOnTermination": True},
