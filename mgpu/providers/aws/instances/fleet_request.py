@@ -140,10 +140,10 @@ def template(
     }
 
 
-def fleet(order: Order, place: Place) -> Parameters:
+def fleet(order: Order, subnet_id: str) -> Parameters:
     """CreateFleet's parameters: all machines or none, of one type, in one zone."""
     count, spot = len(order.ranks), order.offer.market == "spot"
-    pool = {"InstanceType": order.offer.instance_type, "SubnetId": place.subnet_id}
+    pool = {"InstanceType": order.offer.instance_type, "SubnetId": subnet_id}
     together = {
         "SingleInstanceType": True,
         "SingleAvailabilityZone": True,
