@@ -180,9 +180,9 @@ class Search:
         return self.request.model_copy(update={"hard_cap_s": hard_cap_s, "ends_by": self.hard_cap_at})
 
     def _paid_for_s(self, offer: Offer) -> float:
-        """Seconds that `max_usd` pays for at this offer's price, with what is billed beside its machines."""
+        """Seconds that `max_usd` pays for at this offer's highest price, with what is billed beside its machines."""
         needed = self.request.requirements
-        usd_per_hour = offer.price_usd_per_hour * needed.nodes + other_usd_per_hour(self.provider, needed, offer)
+        usd_per_hour = offer.billed_at_most * needed.nodes + other_usd_per_hour(self.provider, needed, offer)
         return self.max_usd / usd_per_hour * 3600 if self.max_usd and usd_per_hour else math.inf
 
     def _left_s(self) -> float:

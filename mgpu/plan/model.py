@@ -86,6 +86,9 @@ class Offer(Value):
     market: BoughtAs
     price_usd_per_hour: float = Field(ge=0, description="of one machine")
     price_is_limit: bool = Field(default=False, description="the price is not known, but that it is not above this")
+    most_usd_per_hour: float | None = Field(
+        default=None, description="of one machine, where its price changes: what it is billed at most; null: its price"
+    )
     region: str
     zone: str | None = None
     near_stores: bool | None = Field(
@@ -97,6 +100,11 @@ class Offer(Value):
     obstacle: Obstacle | None = Field(default=None, description="why it cannot be used; null: it can")
     reservation: Reservation | None = Field(default=None, description="what it is taken from; null: from what is free")
     fetched_at: float = Field(description="UNIX seconds; the price's age")
+
+    @property
+    def billed_at_most(self) -> float:
+        """US dollars per hour of one machine, whatever becomes of its price."""
+        return self.price_usd_per_hour if self.most_usd_per_hour is None else self.most_usd_per_hour
 
     @property
     def place(self) -> str:
@@ -182,6 +190,11 @@ class Plan(Value):
         return min(self.requirements.max_hours, max(0.0, left_s) / 3600)
 
     @property
+    def billed_at_most(self) -> float:
+        """US dollars per hour of the whole fleet, whichever offer is taken and whatever becomes of its price."""
+        return max(offer.billed_at_most for offer in self.offers) * self.requirements.nodes
+
+    @property
     def max_cost_usd(self) -> float:
-        """The most that the machines can cost: the price until the hard cap."""
-        return self.price_usd_per_hour * self.hours
+        """The most that the machines can cost: the highest price until the hard cap."""
+        return self.billed_at_most * self.hours

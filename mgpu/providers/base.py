@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from textwrap import shorten
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
-_AGE = {"stock", "fetched_at"}  # what differs between two looks at one offer
+_AGE = {"stock", "fetched_at", "most_usd_per_hour"}  # what differs between two looks at one offer
 
 
 class Offers(Value):
@@ -107,6 +107,9 @@ class Listing(Value):
 
     handles: tuple[Handle, ...]
     failures: tuple[MgpuError, ...] = Field(default=(), description="of those that could not be asked what they have")
+    closed: dict[str, MgpuError] = Field(
+        default={}, description="region -> why nobody may look there: an account's organization forbids it"
+    )
 
 
 class NodePhase(StrEnum):
@@ -341,7 +344,7 @@ class Provider(ABC):
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """Everything that costs money and carries this owner, exactly: all regions, all pages; a handle for each token,
         with an empty id for what has ended. Raises ProviderError where a part of it could not be asked for: half a list
-        would pass for all of it (`ListsReached`)."""
+        would pass for all of it (`ListsReached` says what may be left out)."""
 
     @abstractmethod
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
@@ -357,8 +360,8 @@ class Provider(ABC):
         return 0.0
 
     def configured(self) -> bool:
-        """Whether this user has set the provider up at all; looks at files and variables, asks nobody. Commands that
-        ask every provider (`mgpu gc`, `mgpu ls`) leave out one that is not."""
+        """Whether this user has set the provider up at all; looks at files and variables, and asks nobody but this
+        machine. Commands that ask every provider (`mgpu gc`, `mgpu ls`) leave out one that is not."""
         return True
 
     def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
@@ -434,11 +437,12 @@ class Recalls(Protocol):
 
 @runtime_checkable
 class ListsReached(Protocol):
-    """A provider whose machines are asked one by one what they carry: `list_owned` leaves out those that do not answer,
-    and nothing of theirs is billed."""
+    """A provider whose `list_owned` leaves something out, and that says what: machines that are asked one by one what
+    they carry, do not answer, and are not billed; regions that an account's organization has closed. Whoever knows that
+    something may be in such a region has to take it for one that did not answer (`listed`)."""
 
     def list_reached(self, owner: str) -> Listing:
-        """What `list_owned` lists, and why others could not be asked. Raises ProviderError."""
+        """What `list_owned` lists, and what it leaves out. Raises ProviderError."""
         ...
 
 
@@ -494,6 +498,23 @@ class DriverFacts(Protocol):
     def driver_of(self, handle: Handle) -> MachineDriver | None:
         """The driver that these machines have booted with; None: not known."""
         ...
+
+
+def listing(provider: Provider, owner: str) -> Listing:
+    """What the provider lists, and what it leaves out. Raises ProviderError."""
+    if isinstance(provider, ListsReached):
+        return provider.list_reached(owner)
+    return Listing(handles=provider.list_owned(owner))
+
+
+def listed(provider: Provider, owner: str, regions: Collection[str]) -> tuple[Handle, ...]:
+    """What the provider lists; in `regions` something of the owner's may be. Raises ProviderError: one of them is
+    closed, too."""
+    found = listing(provider, owner)
+    for region, error in found.closed.items():
+        if region in regions:
+            raise error
+    return found.handles
 
 
 def other_usd_per_hour(provider: Provider, requirements: Requirements, offer: Offer) -> float:

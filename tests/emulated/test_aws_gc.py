@@ -30,7 +30,7 @@ def account(aws, reached):
 
 
 def listed(account, owner="o-1"):
-    return {name for handle in teardown.list_owned(account, owner) for name in handle.ids if name}
+    return {name for handle in teardown.list_owned(account, owner).handles for name in handle.ids if name}
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def listed(account, owner="o-1"):
 
 def test_one_handle_a_create_in_rank_order_with_what_destroy_needs(aws, account):
     first, second = rent(aws, 2), rent(aws, 1, token="token-2", generation=2, ranks=[1])
-    one, two = teardown.list_owned(account, "o-1")
+    one, two = teardown.list_owned(account, "o-1").handles
     assert (one.ids, two.ids) == (first.ids, ("", second.ids[1]))
     assert (one.fleet, one.token, one.generation, one.region) == ("demo", "token-1", 1, HERE)
     assert two.generation == 2
@@ -47,7 +47,7 @@ def test_one_handle_a_create_in_rank_order_with_what_destroy_needs(aws, account)
 
 def test_machines_of_all_regions_are_listed_under_theirs(aws, account):
     rented = [rent(aws, 1, region=region) for region in (HERE, *OTHER_REGIONS)]
-    assert {handle.region: handle.ids for handle in teardown.list_owned(account, "o-1")} == {
+    assert {handle.region: handle.ids for handle in teardown.list_owned(account, "o-1").handles} == {
         each.handle.region: each.ids for each in rented
     }
 
@@ -76,22 +76,22 @@ def test_what_is_not_terminated_is_listed(aws, account, state):
 def test_what_is_terminated_is_not_listed_and_leaves_its_rank_free(aws, account):
     fleet = rent(aws, 3)
     fleets.client(aws).terminate_instances(InstanceIds=[fleet.ids[1]])
-    (handle,) = teardown.list_owned(account, "o-1")
+    (handle,) = teardown.list_owned(account, "o-1").handles
     assert handle.ids == (fleet.ids[0], "", fleet.ids[2])
     fleets.client(aws).terminate_instances(InstanceIds=list(fleet.ids))
-    assert teardown.list_owned(account, "o-1") == ()
+    assert teardown.list_owned(account, "o-1").handles == ()
 
 
 def test_addresses_and_disks_that_no_machine_has_are_listed_and_can_be_ended(aws, account):
     fleet = rent(aws, 2)
     fleets.address(aws, fleet, fleet.ids[0])
     loose = {fleets.address(aws, fleet), fleets.disk(aws, fleet)}
-    (handle,) = teardown.list_owned(account, "o-1")
+    (handle,) = teardown.list_owned(account, "o-1").handles
     assert handle.ids[:2] == fleet.ids
     assert set(handle.ids[2:]) == loose
     fleets.client(aws).terminate_instances(InstanceIds=list(fleet.ids))
     assert loose < listed(account), "the first machine's address has come loose, too"
-    for handle in teardown.list_owned(account, "o-1") * 3:
+    for handle in teardown.list_owned(account, "o-1").handles * 3:
         teardown.destroy(account, handle)
     assert (listed(account), aws.alive()) == (set(), [])
 
@@ -101,7 +101,7 @@ def test_machines_without_our_other_tags_are_listed(aws, account):
     fleet = rent(aws, 1)
     gone = [{"Key": key} for key in fleet.tags if key != names.OWNER] + [{"Key": names.RANK}]
     fleets.client(aws).delete_tags(Resources=list(fleet.ids), Tags=gone)
-    (handle,) = teardown.list_owned(account, "o-1")
+    (handle,) = teardown.list_owned(account, "o-1").handles
     assert (handle.ids, handle.fleet, handle.token, handle.generation) == (fleet.ids, "", "", 0)
     for _ in range(2):
         teardown.destroy(account, handle)
@@ -139,7 +139,7 @@ def test_ending_all_of_ours_leaves_every_stranger(aws, account):
     strangers(aws)
     before = set(aws.alive())
     rent(aws, 3), rent(aws, 1, region=OTHER_REGIONS[0])
-    for handle in teardown.list_owned(account, "o-1") * 2:
+    for handle in teardown.list_owned(account, "o-1").handles * 2:
         teardown.destroy(account, handle)
     assert set(aws.alive()) == before
 
@@ -194,7 +194,7 @@ def thousand(aws):
 def test_a_thousand_machines_cost_few_calls(aws, account):
     thousand(aws)
     before = len(aws.calls())
-    handles = teardown.list_owned(account, "o-1")
+    handles = teardown.list_owned(account, "o-1").handles
     states = machines.describe_all(account, Options(), handles)
     live = [node for state in states for node in state.nodes if node.phase is NodePhase.RUNNING]
     assert (len(handles), len(live)) == (501, 1000)
@@ -238,6 +238,16 @@ def test_gc_of_a_region_that_does_not_answer_is_no_success(aws, account, owner):
     code = done.exception.exit_code if done.exception else done.return_value
     assert code == 3
     assert len(aws.alive()) == 1
+
+
+def test_gc_leaves_out_a_region_that_the_organization_denies_and_says_so(aws, account, owner):
+    rent(aws, 1, owner=owner)
+    text = "no: perform: ec2:DescribeInstances with an explicit deny in a service control policy"
+    aws.errors("DescribeInstances", "UnauthorizedOperation", region="eu-west-1", message=text, status=403)
+    done = gc("--yes")
+    assert done.return_value == 0
+    assert "not looked for machines in eu-west-1" in done.stderr
+    assert aws.alive() == []
 
 
 def test_gc_that_cannot_end_a_machine_says_so(aws, account, owner, monkeypatch):

@@ -140,6 +140,8 @@ def test_every_machine_ends_its_bill_and_tells_whose_it_is(aws: FakeAws, provide
     before = time.time()
     handle = provider.create(request(), offer(), token(offer()))
     ec2 = aws.client("ec2")
+    shown = {"InstanceTypes": ["g5.xlarge"], "AvailabilityZone": ZONE, "MaxResults": 1}
+    price = ec2.describe_spot_price_history(**shown)["SpotPriceHistory"][0]
     assert [machine["InstanceId"] for machine in sorted(machines(aws), key=lambda m: tags(m)[names.RANK])] == list(
         handle.ids
     )
@@ -150,7 +152,8 @@ def test_every_machine_ends_its_bill_and_tells_whose_it_is(aws: FakeAws, provide
         assert machine["IamInstanceProfile"]["Arn"].endswith(f"/{names.NODE_ROLE}")
         marks = tags(machine)
         assert (marks[names.OWNER], marks[names.FLEET], marks[names.GENERATION]) == ("me", "demo", "1")
-        assert (marks[names.TOKEN], marks[names.RANKS], marks[names.PRICE]) == (token(offer()), "0-1", "1.25")
+        assert (marks[names.TOKEN], marks[names.RANKS]) == (token(offer()), "0-1")
+        assert float(marks[names.PRICE]) == float(price["SpotPrice"]) != offer().price_usd_per_hour
         assert before + 3600 <= float(marks[names.HARD_CAP_AT]) <= time.time() + 3601
         assert marks[names.HOST_KEY] == marks[names.ONE_USE_KEY]
         answer = ec2.describe_instance_attribute(
@@ -641,6 +644,7 @@ def test_configured_looks_at_variables_and_files(monkeypatch: pytest.MonkeyPatch
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
     assert not AwsProvider().configured()
     assert AwsProvider({"profile": "work"}).configured()

@@ -28,6 +28,7 @@ S3 = {
     "GetPublicAccessBlock": "GetBucketPublicAccessBlock",
     "HeadBucket": "ListBucket",
     "HeadObject": "GetObject",
+    "ListMultipartUploads": "ListBucketMultipartUploads",
     "ListObjectVersions": "ListBucketVersions",
     "ListObjectsV2": "ListBucket",
     "PutBucketEncryption": "PutEncryptionConfiguration",

@@ -9,10 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.manifest import checkpoint_id
+from mgpu_train.checkpoint.retention import plan_prune, prune
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
+from mgpu_train.config import Retention
 from mgpu_train.store import open_store
 
 from fakes.aws import PROGRAMS, FakeAws
@@ -287,12 +292,22 @@ class Life:
         resource.ensure(PassesManager(self.site), self.passes)
 
     def stored(self) -> None:
-        """What the operator itself does in the store: its entries of the commit log."""
+        """What the operator itself does in the store: its entries of the commit log, and what it prunes."""
         store = open_store(f"s3://{BUCKET}/{policies.RUNS}")
         log = CommitLog(store, "demo-1")
         log.take_over("writer", host="here", pid=1)
         log.begin_attempt(1, "writer")
         assert CommitLog(store, "demo-1").newest_attempt() == 1
+        with self.aside(), tempfile.TemporaryDirectory() as folder:  # nodes do that
+            (Path(folder) / "0.distcp").write_bytes(b"1")
+            for step in (1, 2):
+                saved = {"folder": Path(folder), "attempt": 1, "node": 0, "step": step, "world_size": 1, "meta": {}}
+                upload_part(store, "demo-1", checkpoint_id(1, step), **saved)
+                commit_when_complete(store, "demo-1", checkpoint_id(1, step), writers=(0,), nodes=1, writer="writer")
+            key = f"{policies.RUNS}/demo-1/checkpoints/{checkpoint_id(1, 1)}/node-0/half"
+            self.aws.client("s3").create_multipart_upload(Bucket=BUCKET, Key=key)
+        gone = prune(store, "demo-1", plan_prune(store, "demo-1", Retention(keep_last=1)))
+        assert gone == [checkpoint_id(1, 1)]
         with self.aside():  # base deletes no bucket that holds anything
             s3 = self.aws.client("s3")
             left = s3.list_object_versions(Bucket=BUCKET)

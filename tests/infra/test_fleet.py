@@ -11,13 +11,14 @@ import pytest
 from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, status_pb2
 
-from mgpu import acquire
+from mgpu import acquire, paths
 from mgpu.acquire import search
 from mgpu.errors import (
     AuthError,
     HostKeyMismatch,
     NoCapacity,
     NoOffer,
+    PermissionDenied,
     QuotaExceeded,
     RateLimited,
     TeardownIncomplete,
@@ -38,6 +39,7 @@ from mgpu.providers.base import (
     FleetRequest,
     FleetState,
     JumpHost,
+    Listing,
     MachineDriver,
     NodePhase,
     Offers,
@@ -895,6 +897,23 @@ def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, mon
     where, resource_id, state = guard
     wire.delete(where, resource_id, state)
     assert not fake.running
+
+
+@pytest.mark.parametrize("asked_in", ["here", "east"])
+def test_the_guard_needs_a_region_that_is_closed_only_where_its_fleet_was_asked_for_there(
+    wire, guard, made, fake, asked_in
+):
+    denied, seen = PermissionDenied("east: the organization forbids it"), fake.list_owned
+    fake.list_reached = lambda owner: Listing(handles=seen(owner), closed={"east": denied})
+    journal = generations.open_journal(paths.state_dir(), "dev")
+    journal.append("intent", token="t", offer={"provider": "fake", "region": asked_in})
+    journal.append("created", token="t")
+    if asked_in == "here":
+        wire.delete(*guard)
+        assert not fake.running
+        return
+    with pytest.raises(grpc.RpcError, match="the organization forbids it"):
+        wire.delete(*guard)
 
 
 def test_a_sweep_after_an_answer_does_not_wait(wire, guard, made, fake, monkeypatch):

@@ -9,7 +9,7 @@ from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import PrunePlan, plan_prune, prune
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import Retention
-from mgpu_train.store import Store, Unavailable
+from mgpu_train.store import Denied, Store, Unavailable
 
 
 def prune_to(store: Store, run_id: str, keep_last: int, *, deep: bool = False) -> list[str]:
@@ -73,13 +73,28 @@ def test_the_log_says_it_before_the_first_file_goes(run):
     order = []
     run.store.before = lambda operation, key: order.append((operation, key))
     prune_to(run.store, "run-1", 1)
-    doing = [operation for operation, _ in order if operation in ("put_if_absent", "delete")]
-    assert doing[0] == "put_if_absent"
-    deleted = [key for operation, key in order if operation == "delete"]
+    doing = [each for each in order if each[0] in ("put_if_absent", "delete")]
+    assert doing.pop(0)[1].endswith("/none"), "whether it may delete at all"
+    assert doing[0][0] == "put_if_absent"
+    deleted = [key for operation, key in doing if operation == "delete"]
     assert {key.rpartition("/")[2] for key in deleted[:2]} == {"node-0.json", "node-1.json"}
     pruned = run.log.entries()[-1]
     assert isinstance(pruned, PrunedEntry)
     assert pruned.checkpoint_ids == ("a001-step-1",)
+
+
+def test_who_may_not_delete_gives_nothing_up(run):
+    for step in (1, 2, 3):
+        run.save(step)
+
+    def refuse(operation, key):
+        if operation == "delete":
+            raise Denied(f"cannot delete {key}: not allowed")
+
+    run.store.before = refuse
+    with pytest.raises(Denied):
+        prune_to(run.store, "run-1", 1)
+    assert [entry.step for entry in run.log.checkpoints()] == [3, 2, 1]
 
 
 def test_an_interrupted_prune_alarms_nobody_and_is_finished_later(run):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mgpu_train.config import Retention
 
 
+_STUCK = "does not let all be removed that is given up"
+
+
 @click.command()
 @source.options
 @click.option("--keep-last", type=click.IntRange(min=1), help="So many of the newest stay.")
@@ -55,7 +58,7 @@ def prune(
     if not dry_run:
         if plan.drop:
             _agree(yes, console)
-        with source.readable(found.store.url), console.waiting("removing what was given up"):
+        with source.readable(found.store.url, _STUCK), console.waiting("removing what was given up"):
             gone = carry_out(found.store, found.run_id, plan, log=found.log)
         _done(console, gone, plan)
     if as_json:

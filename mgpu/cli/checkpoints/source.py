@@ -199,8 +199,8 @@ def _is_run(store: Store, name: str) -> bool:
 
 
 @contextmanager
-def readable(url: str) -> Iterator[None]:
-    """Tells a store that cannot be read from a checkpoint that is damaged."""
+def readable(url: str, what: str = "cannot be read") -> Iterator[None]:
+    """Tells a store that cannot be read, or `what` else of it does not go, from a checkpoint that is damaged."""
     from mgpu_train.store import Damaged, NotFound, StoreError
 
     try:
@@ -209,7 +209,7 @@ def readable(url: str) -> Iterator[None]:
         raise
     except StoreError as error:
         cure = "Check the address and the credentials; `--profile` beside `--store` names others."
-        raise InputError(f"{url} cannot be read", str(error), cure) from error
+        raise InputError(f"{url} {what}", str(error), cure) from error
 
 
 @contextmanager

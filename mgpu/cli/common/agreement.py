@@ -106,18 +106,20 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd:
 def _at_most(plan: Plan, max_usd: float | None, beside: float) -> str:
     if max_usd is None or max_usd >= plan.max_cost_usd + beside * plan.hours:
         return f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
-    last_s = max_usd / (plan.best_price_usd_per_hour + beside) * 3600
+    last_s = max_usd / (plan.best.billed_at_most * plan.requirements.nodes + beside) * 3600
     return f"at most ${max_usd:.2f} (max_usd), which pays for {duration(last_s)} of them"
 
 
 def require_paid(plan: Plan, max_usd: float | None, costs: Iterable[Cost] = ()) -> None:
     """Raises InputError: what the run may spend pays for no training. `costs`: beside the machines."""
-    usd_per_hour = plan.price_usd_per_hour + _hourly(costs)
+    usd_per_hour = plan.billed_at_most + _hourly(costs)
     paid_s = max_usd / usd_per_hour * 3600 if max_usd and usd_per_hour else _LEAST_S
     if paid_s < _LEAST_S:
         what = f"max_usd: ${max_usd:.2f} pays for {duration(paid_s)} of these machines"
-        why = f"They cost ${usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
-        raise InputError(what, why, "Raise it, or ask for cheaper machines. Nothing was rented.")
+        most = "" if plan.billed_at_most == plan.price_usd_per_hour else " at most"
+        why = f"They cost{most} ${usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
+        cure = ", lower `max_price_usd_per_hour`, which is what spot machines cost at most," if most else ","
+        raise InputError(what, why, f"Raise it{cure} or ask for cheaper machines. Nothing was rented.")
 
 
 def require_begun(plan: Plan, wait_minutes: float) -> None:

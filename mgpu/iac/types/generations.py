@@ -45,6 +45,7 @@ class Begun:
     at: float  # of the answer; without one, of the intent: they may have been asked for at any time since
     answered: bool
     provider: str  # that was asked; empty: not known
+    region: str = ""  # that it was asked for in; empty: not known
 
 
 def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
@@ -53,8 +54,10 @@ def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
     for entry in journal.read(_path(state_dir, fleet)):
         if entry["kind"] in ("intent", "created"):
             known = found.get(entry["token"])
-            whose = entry["offer"]["provider"] if "offer" in entry else known.provider if known else ""
-            found[entry["token"]] = Begun(entry["token"], entry["at"], entry["kind"] == "created", whose)
+            offer = entry.get("offer") or {}
+            whose = offer.get("provider") or (known.provider if known else "")
+            where = offer.get("region") or (known.region if known else "")
+            found[entry["token"]] = Begun(entry["token"], entry["at"], entry["kind"] == "created", whose, where)
         elif "token" in entry:
             found.pop(entry["token"], None)
     return tuple(found.values())

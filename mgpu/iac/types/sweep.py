@@ -15,7 +15,7 @@ from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call
 from mgpu.iac.types import generations
 from mgpu.iac.types.generations import Begun
-from mgpu.providers.base import Provider
+from mgpu.providers.base import Provider, listed
 
 _LISTING_PAUSE = 60  # times `describe_every_s`: a listing asks all regions
 
@@ -42,7 +42,7 @@ def sweep(
     sure_at, told, ended = _listed_at(provider, begun, timeouts, now()), False, False
     for pause in pauses(_LISTING_PAUSE * timeouts.describe_every_s):
         left_s = sure_at - now()  # read before the listing: what is shown only after that comes next time
-        ended |= _end_listed(call, provider, owner, fleet, timeouts, keep)
+        ended |= _end_listed(call, provider, owner, fleet, timeouts, keep, {each.region for each in begun})
         if left_s <= 0:
             break
         if not told:
@@ -57,10 +57,16 @@ def sweep(
 
 
 def _end_listed(
-    call: Call, provider: Provider, owner: str, fleet: str, timeouts: Timeouts, keep: Collection[str]
+    call: Call,
+    provider: Provider,
+    owner: str,
+    fleet: str,
+    timeouts: Timeouts,
+    keep: Collection[str],
+    regions: Collection[str],
 ) -> bool:
     kept, ended = frozenset(keep), False
-    for handle in provider.list_owned(owner):
+    for handle in listed(provider, owner, regions):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
         if handle.fleet != fleet or not strays:
             continue

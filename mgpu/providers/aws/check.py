@@ -1,7 +1,7 @@
 """Everything at AWS that renting needs, looked at side by side: one finding each, with a cure where it is not there.
 
-First who the caller is; without that nothing else can be asked. Then permissions, and of each region its network, the
-key of its disks, its base, who may log in, and its quotas.
+First who the caller is; without that nothing else can be asked. Then permissions, whether all regions tell what is in
+them, and of each region that matters its network, the key of its disks, its base, who may log in, and its quotas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mgpu.providers.aws.bootstrap.ingress_rules import SSH, rules
 from mgpu.providers.aws.catalog import quota_findings
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.iam import operator_policies, permissions
-from mgpu.providers.aws.instances import disk_key, network, session_manager
+from mgpu.providers.aws.instances import disk_key, network, session_manager, teardown
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.reservations import offers as reserved
 from mgpu.providers.aws.session import Account
@@ -45,6 +45,7 @@ def findings(
     except MgpuError as error:
         return (Finding.of("credentials", error),)
     looks: dict[str, _Look] = {"permissions": lambda: _permissions(account, identity, requirements)}
+    looks["listing"] = lambda: [_listing(account)]
     if options.address == "ssm":
         looks["permissions ssm"] = lambda: _permissions(account, identity, requirements, "sessions", " --ssm")
     if options.reservation:
@@ -162,6 +163,13 @@ def _reservation(account: Account, options: Options, requirements: Requirements 
     if it.state != "active":
         return _warning(subject, detail, f"It begins {utc(it.begins_at)}: launch then.")
     return _ok(subject, detail)
+
+
+def _listing(account: Account) -> Finding:
+    """Of what each run's end and `mgpu gc` list; here of nobody."""
+    closed = sorted(teardown.list_owned(account, "nobody").closed)
+    beside = f", but where your organization forbids it: {', '.join(closed)}" if closed else ""
+    return _ok("listing", f"machines, addresses and disks, in all regions{beside}")
 
 
 # --- one region -------------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ _KEYS = {
     "InvalidSecurityGroupID": "security_group_id",
     "InvalidSubnet": "subnet_ids",
 }
+_ORGANIZATION = "service control policy"  # in the words of a denial that comes from there
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
 _STATUS_SERVER = 500
 
@@ -110,6 +111,11 @@ def code_of(error: Exception) -> str:
     """The error code of a botocore ClientError, without the side (`Client.`) that old services put before it."""
     answer: Any = getattr(error, "response", {})
     return re.sub(r"^(Client|Server)\.", "", str(answer.get("Error", {}).get("Code", "")))
+
+
+def of_organization(error: PermissionDenied) -> bool:
+    """Whether it is the account's organization that forbids it, to everybody in the account."""
+    return _ORGANIZATION in error.why
 
 
 def unless(codes: Collection[str], call: Callable[..., Any], **arguments: Any) -> Any:
@@ -226,7 +232,7 @@ def _denied(why: str, message: str, place: str) -> PermissionDenied:
         action = "iam:CreateServiceLinkedRole"
     else:
         action = named[1] if named else (re.findall(r"\((\w+)\)$", message) or ["this action"])[-1]
-    if "service control policy" in message:
+    if _ORGANIZATION in message:
         step = "Ask who keeps the organization's policies; where they demand tags: `aws: {tags: {KEY: VALUE}}`."
         return PermissionDenied(f"{place}: the organization forbids {action}", why, step, scope="account")
     flag = " --ssm" if action in (*names.SESSION_LOOKS, names.START_SESSION) else ""

@@ -21,6 +21,7 @@ HOST_KEY = "mgpu:host-key"  # OpenSSH public key line: the one that is pinned
 ONE_USE_KEY = "mgpu:one-use-host-key"  # the one that came with user data, as long as it may be met
 # on a launch template alone
 REQUEST = "mgpu:request"  # a digest of what was asked for: the same token for something else is a conflict
+SUBNET = "mgpu:subnet"  # that was chosen: a second call by the token asks for the same
 # on a run's role alone
 RUN = "mgpu:run"
 # on what `mgpu bootstrap aws` makes

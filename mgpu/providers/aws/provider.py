@@ -22,6 +22,7 @@ from mgpu.providers.base import (
     FleetState,
     Handle,
     Intent,
+    Listing,
     MachineDriver,
     Offers,
     Provider,
@@ -41,6 +42,7 @@ _VARIABLES = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_VENDOR = Path("/sys/class/dmi/id/sys_vendor")  # who has made this machine
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 
 
@@ -57,11 +59,12 @@ class AwsProvider(Provider):
         self._account = Account(self._options)
 
     def configured(self) -> bool:
-        """Whether there is anything that looks like credentials: a variable, or a file of AWS's tools."""
+        """Whether there is anything that looks like credentials: a variable, a file of AWS's tools, or, on a machine of
+        EC2's, its role."""
         if self._options.profile or any(os.environ.get(name) for name in _VARIABLES):
             return True
         paths = (Path(os.environ.get(name) or default).expanduser() for name, default in _FILES.items())
-        return any(path.is_file() and path.stat().st_size > 0 for path in paths)
+        return any(path.is_file() and path.stat().st_size > 0 for path in paths) or _has_role()
 
     def check(self) -> None:
         """Tests the credentials, whose they are, and that machines may be listed.
@@ -281,10 +284,16 @@ class AwsProvider(Provider):
         return machine_image.driver(self._account, handle.region, *made_from) if len(made_from) == 1 else None
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
-        """What carries this owner's tag, in all regions. Raises ProviderError: not all of them have answered."""
+        """What carries this owner's tag, in all regions but those that the account's organization closes. Raises
+        ProviderError: not all of them have answered."""
+        return self.list_reached(owner).handles
+
+    def list_reached(self, owner: str) -> Listing:
+        """The same, and which regions are closed."""
         from mgpu.providers.aws.instances import teardown
 
-        return tuple(map(self._ours, teardown.list_owned(self._account, owner)))
+        found = teardown.list_owned(self._account, owner)
+        return found.model_copy(update={"handles": tuple(map(self._ours, found.handles))})
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends machines and what only they used. Raises ProviderError: EC2 refused, or did not answer."""
@@ -331,3 +340,19 @@ class AwsProvider(Provider):
             if not teardown.release(self._account, handle.region, used_by):
                 raise Transient("the address of a lost machine is still in use", ", ".join(some), "Call again.")
         reaper.disarm(self._account, handle.region, lost)
+
+
+def _has_role() -> bool:
+    """Whether this is a machine of EC2's that AWS's own tools find credentials on: those of its role."""
+    try:
+        if _VENDOR.read_text().strip() != "Amazon EC2":
+            return False
+    except OSError:
+        return False
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
+    try:
+        return Session().get_credentials() is not None
+    except BotoCoreError:  # there are some, and whoever asks for machines is told what is wrong with them
+        return True

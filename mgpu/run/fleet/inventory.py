@@ -23,12 +23,13 @@ from mgpu.iac.engine import state_file
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.types import generations
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, Listing, ListsReached, NodePhase
+from mgpu.providers.base import Handle, Listing, NodePhase, listing
 from mgpu.run.record.record import Record, State, every, supervised
 from mgpu.spec.provider import installed
 
 _AT_ONCE = 16  # fleets that are ended at the same time
 _BEFORE = "mgpu:before"  # marks inputs that a guard's fleet does not have any more
+_REGION = "mgpu:region"  # beside the inputs of a fleet: where its machines are
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class StandingFleet:
 class Survey:
     """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets. `unused`:
     those of them that no run and no stack names. `former`: by provider, why one could not be asked that is named only
-    because a stack's fleet was there before, and has left nothing that is known: no failure."""
+    because a stack's fleet was there before, and has left nothing that is known: no failure. `closed`: by provider and
+    region, why nobody may look there, where no run and no stack is known to have anything: no failure either."""
 
     fleets: tuple[
         StandingFleet, ...
@@ -61,11 +63,18 @@ class Survey:
     failures: tuple[MgpuError, ...] = ()
     unused: tuple[MgpuError, ...] = ()
     former: Mapping[str, MgpuError] = field(default_factory=dict)
+    closed: Mapping[tuple[str, str], MgpuError] = field(default_factory=dict)
 
     def warn(self, emit: Emit) -> None:
-        """Says who of `former` could not be asked."""
+        """Says who of `former` could not be asked, and which regions are `closed`."""
         for name, error in self.former.items():
             emit(Warned(f"{name}, where a stack's fleet was before, cannot be asked: {error.what}"))
+        for name in sorted({provider for provider, _ in self.closed}):
+            regions = sorted(region for provider, region in self.closed if provider == name)
+            why = self.closed[name, regions[0]].what
+            emit(
+                Warned(f"it was not looked for machines in {', '.join(regions)}, where nothing is known of any: {why}")
+            )
 
     @property
     def by_name(self) -> tuple[StandingFleet, ...]:
@@ -93,20 +102,18 @@ class _Access:
         matter = registry.get(provider, options).capabilities.account_options
         return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
 
-    def fleets(self, owner: str) -> tuple[list[StandingFleet], tuple[MgpuError, ...]]:
-        """What the owner has there, whatever uses it; and why parts of it could not be asked. Raises MgpuError."""
+    def fleets(self, owner: str) -> tuple[list[StandingFleet], Listing]:
+        """What the owner has there, whatever uses it; and what could not be asked. Raises MgpuError."""
         options = dict(self.options)
         provider, found = registry.get(self.provider, options), list[StandingFleet]()
-        partly = isinstance(provider, ListsReached)
-        listing = provider.list_reached(owner) if partly else Listing(handles=provider.list_owned(owner))
-        handles = listing.handles
-        for handle, state in zip(handles, provider.describe_all(handles), strict=True):
+        seen = listing(provider, owner)
+        for handle, state in zip(seen.handles, provider.describe_all(seen.handles), strict=True):
             nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
             if nodes:
                 price = sum(n.price_usd_per_hour for n in nodes)
                 ids = tuple(n.id for n in nodes)
                 found.append(StandingFleet(handle.fleet, self.provider, ids, price, "", handle, options=options))
-        return found, listing.failures
+        return found, seen
 
 
 def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
@@ -119,11 +126,14 @@ def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
     left, former = _accesses(before.left)
     failures, unused = [*map(_unusable, broken, broken.values()), *(error for _, error in lost)], list[MgpuError]()
     found: dict[tuple[str, ...], StandingFleet] = {}
+    closed: dict[tuple[str, str], MgpuError] = {}
     with ThreadPoolExecutor(max(1, len(accesses | left)), thread_name_prefix="mgpu-survey") as pool:
         asked_of = [(access, pool.submit(access.fleets, tag)) for access in accesses | left]
         for access, asked in asked_of:
             try:
-                fleets, unseen = asked.result()
+                fleets, seen = asked.result()
+                unseen = seen.failures
+                closed |= {(access.provider, region): error for region, error in seen.closed.items()}
                 for fleet in fleets:  # two ways may lead to one account
                     found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
             except MgpuError as error:
@@ -137,7 +147,10 @@ def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
     # anew: whoever has rented meanwhile has said so before
     users = _Users(records()[::-1]) if found else None
     fleets = tuple(users.used(fleet) for fleet in found.values()) if users else ()
-    return Survey(fleets, tuple(failures), tuple(unused), dict(former))
+    named = before.regions if closed else set[str]()
+    failures += [error for (_, region), error in closed.items() if region in named]
+    closed = {place: error for place, error in closed.items() if place[1] not in named}
+    return Survey(fleets, tuple(failures), tuple(unused), dict(former), closed)
 
 
 def _unusable(name: str, why: str) -> MgpuError:
@@ -179,9 +192,21 @@ class _Users:
     @property
     def named(self) -> list[tuple[str, dict[str, str]]]:
         """Providers, with their settings, that may have machines of a run or a stack."""
-        owing = [run for run in self._runs if run.teardown not in ("confirmed", "not ours")]
-        found = [each for run in owing for each in _sellers(run)]
+        found = [each for run in self._owing for each in _sellers(run)]
         return found + [_named(each) for each in self._inputs if "provider" in each and not _left(each)]
+
+    @property
+    def _owing(self) -> list[Record]:
+        return [run for run in self._runs if run.teardown not in ("confirmed", "not ours")]
+
+    @property
+    def regions(self) -> set[str]:
+        """Where a run or a stack may have machines: those that it knows of, and those that it has asked for."""
+        runs, inputs = self._owing, self._inputs
+        fleets = {*(run.fleet_name for run in runs), *(str(each.get("fleet") or each.get("name")) for each in inputs)}
+        begun = (each for name in fleets if name for each in generations.begun(paths.state_dir(), name))
+        known = {str((run.fleet or {}).get("region")) for run in runs} | {str(each.get(_REGION)) for each in inputs}
+        return known | {each.region for each in begun}
 
     @property
     def left(self) -> list[tuple[str, dict[str, str]]]:
@@ -277,13 +302,17 @@ def _fleets_in(key: str) -> list[dict[str, Any]] | None:
     try:
         resources = state_file.read(key)["checkpoint"]["latest"]["resources"]
         ours = [each for each in resources if each["type"] in (tokens.FLEET, tokens.FLEET_GUARD)]
-        return [found for each in ours for found in (dict(each["inputs"]), *_earlier(each))]
+        return [found for each in ours for found in (_inputs_of(each), *_earlier(each))]
     except NotFound:  # it has just gone
         return []
     except (OSError, EOFError, ValueError):
         return None
     except (LookupError, TypeError, AttributeError):
         return []  # nothing is in it yet
+
+
+def _inputs_of(resource: dict[str, Any]) -> dict[str, Any]:
+    return {**resource["inputs"], _REGION: (resource.get("outputs") or {}).get("region")}
 
 
 def _earlier(resource: dict[str, Any]) -> list[dict[str, Any]]:

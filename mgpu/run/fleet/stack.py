@@ -422,6 +422,7 @@ def give_back_fleet(
         context.emit,
         remove=remove,
         fleet=known,
+        region=fleet.region if fleet else "",
     )
     # earlier runs that kept this fleet: what their records say of it is not true any more
     for record in every():

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu import acquire
+from mgpu import acquire, paths
 from mgpu.errors import InputError, MgpuError, ProviderError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Warned
 from mgpu.iac.engine.stack import Stack
-from mgpu.providers.base import Handle, NodePhase, Provider
+from mgpu.iac.types import generations
+from mgpu.providers.base import Handle, NodePhase, Provider, listed
 
 Seller = Callable[[], Provider]
 
 
 def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Handle, ...]:
     """The owner's handles (of one fleet) that have a machine which is not terminated."""
-    return _owned(provider, owner, None if fleet is None else {fleet})
+    return _owned(provider, owner, None if fleet is None else {fleet}, ())
 
 
-def _owned(provider: Provider, owner: str, fleets: set[str] | None) -> tuple[Handle, ...]:
-    handles = [h for h in provider.list_owned(owner) if fleets is None or h.fleet in fleets]
+def _owned(provider: Provider, owner: str, fleets: set[str] | None, regions: Collection[str]) -> tuple[Handle, ...]:
+    """`regions`: where something of these fleets may be."""
+    handles = [h for h in listed(provider, owner, regions) if fleets is None or h.fleet in fleets]
     states = zip(handles, provider.describe_all(handles), strict=True)
     return tuple(h for h, state in states if any(n.phase is not NodePhase.TERMINATED for n in state.nodes))
 
@@ -35,11 +37,12 @@ def give_back(
     *,
     remove: bool,
     fleet: str | None = None,
+    region: str = "",
 ) -> None:
     """Destroys the stack's resources, then sweeps what the sellers still list; `remove` drops the empty stack too.
 
     `fleet` is the name in the stack's output, or in the record: a program of the user's may give its fleet another one
-    than the stack's, and the project's folder may be gone.
+    than the stack's, and the project's folder may be gone. `region` is where its machines were; empty: not known.
 
     Raises:
         TeardownIncomplete: something may still be billed, or the stack could not be emptied.
@@ -54,7 +57,7 @@ def give_back(
     left, unseen = list[Handle](), list[MgpuError]()
     for seller in sellers:
         try:
-            left += _swept(seller(), owner, names, timeouts, emit)
+            left += _swept(seller(), owner, names, {region, *_asked_in(names)}, timeouts, emit)
         except (ProviderError, InputError, TeardownIncomplete) as error:  # the others are looked at all the same
             unseen.append(error)
     if unseen and isinstance(unseen[0], TeardownIncomplete):
@@ -82,12 +85,19 @@ def give_back(
         stack.remove()
 
 
-def _swept(provider: Provider, owner: str, names: set[str], timeouts: Timeouts, emit: Emit) -> tuple[Handle, ...]:
+def _swept(
+    provider: Provider, owner: str, names: set[str], regions: Collection[str], timeouts: Timeouts, emit: Emit
+) -> tuple[Handle, ...]:
     """Ends what the provider lists under these names; returns what it lists afterwards."""
-    left = _owned(provider, owner, names)
+    left = _owned(provider, owner, names, regions)
     for handle in left:
         acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-    return _owned(provider, owner, names) if left else left  # all regions: not asked twice for nothing
+    return _owned(provider, owner, names, regions) if left else left  # all regions: not asked twice for nothing
+
+
+def _asked_in(names: set[str]) -> Iterator[str]:
+    """The regions where these fleets were asked for, and nobody has seen yet what came of it."""
+    return (each.region for name in names for each in generations.begun(paths.state_dir(), name))
 
 
 def _names(stack: Stack, fleet: str | None) -> set[str]:

@@ -1140,6 +1140,13 @@ def test_a_fleet_lives_no_longer_than_is_paid_for(bench: Bench, provider: type[D
     assert asked.hard_cap_s == pytest.approx(900)
 
 
+def test_a_fleet_whose_price_changes_lives_no_longer_than_is_paid_for_at_its_highest(bench: Bench):
+    bench.max_usd = offer().price_usd_per_hour
+    bench.acquire(offer().model_copy(update={"most_usd_per_hour": 4 * offer().price_usd_per_hour}))
+    ((asked, _),) = bench.double.asked.values()
+    assert asked.hard_cap_s == pytest.approx(3600 / 4 / 2), "two machines"
+
+
 def test_no_machine_is_searched_for_that_would_end_at_once(bench: Bench):
     handle = bench.acquire(offer()).handle
     bench.double.machines["i-0"].phase = NodePhase.TERMINATED

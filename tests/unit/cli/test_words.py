@@ -212,6 +212,9 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
         agreement.require_paid(plan, 0.3, disks)
     with pytest.raises(InputError, match=r"\$0.10 pays for 3 min of these machines"):
         agreement.require_paid(plan, 0.1)
+    moves = plan.model_copy(update={"offers": (plan.best.model_copy(update={"most_usd_per_hour": 100.0}),)})
+    with pytest.raises(InputError, match="lower `max_price_usd_per_hour`"):
+        agreement.require_paid(moves, 1)
 
 
 def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):

@@ -284,6 +284,13 @@ def test_the_cap_is_for_all_nodes_together():
     assert (made.price_usd_per_hour, made.max_cost_usd) == (19, 19 * 12)
 
 
+def test_a_price_that_changes_counts_with_the_most_that_it_may_be():
+    made = plan(
+        wanted(nodes=2, max_hours=12, max_price_usd_per_hour=70), [offer(price_usd_per_hour=9.8, most_usd_per_hour=35)]
+    )
+    assert (made.price_usd_per_hour, made.max_cost_usd) == (19.6, 840)
+
+
 def test_a_price_at_the_cap_is_taken_whatever_binary_fractions_do():
     assert plan(wanted(nodes=3, max_price_usd_per_hour=0.3), [offer(price_usd_per_hour=0.1)]).best
     assert "above" in refusal(wanted(nodes=3, max_price_usd_per_hour=0.3), offer(price_usd_per_hour=0.10001)).why

@@ -68,12 +68,13 @@ def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None =
     What no commit can claim any more goes too: parts of older attempts, and of steps that were passed over. Returns
     the ids that are gone.
 
-    Raises StoreError; what is left then goes at the next call.
+    Raises StoreError; what is left then goes at the next call. Where nothing may be deleted nothing is given up.
     """
     log = log or CommitLog(store, run_id)
     stand = {commit.checkpoint_id for commit in log.checkpoints()}
     drop = [name for name in plan.drop if name in stand]
     if drop:
+        store.delete(f"{keys.checkpoint(run_id, drop[0])}none")  # asks for the right to: there is no such object
         log.give_up(drop, f"prune-{uuid.uuid4().hex}")
     lines = log.read()
     kept = {commit.checkpoint_id for commit in standing(lines)}

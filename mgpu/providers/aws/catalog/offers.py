@@ -52,7 +52,7 @@ def offers(
     near = {region_of(url) for url in needed.stores} - {""} if len({row.region for row in rows}) > 1 else set[str]()
     silent = sorted(set(needed.regions) - priced)
     return Offers(
-        offers=tuple(_offer(known, row, now(), options, near) for row in rows),
+        offers=tuple(_offer(known, row, needed, now(), options, near) for row in rows),
         source="; ".join(known.sources),
         notes=(f"no prices are known in {', '.join(silent)}: `{REFRESH}`",) if silent else (),
     )
@@ -95,9 +95,13 @@ def _priced(kind: str, machine: Machine, name: str, region: Region, zone: str) -
         yield Row(kind, machine, name, zone, "on-demand", listed, region.on_demand_at)
 
 
-def _offer(known: Snapshot, row: Row, now: float, options: Options, near: set[str]) -> Offer:
+def _offer(known: Snapshot, row: Row, needed: Requirements, now: float, options: Options, near: set[str]) -> Offer:
     quota = quota_of(row.type, row.market)
+    bid = needed.max_price_usd_per_hour / needed.nodes
+    # AWS bills spot as its price changes: up to the bid, and never above on-demand
+    most = max(row.usd, min(bid, known.regions[row.region].on_demand.get(row.type, bid)))
     counted = {
+        "most_usd_per_hour": most if row.market == "spot" else None,
         "near_stores": row.region in near if near else None,
         "quota": quota.code if quota else "",
         "headroom": _headroom(known.regions[row.region], row.region, quota.code, now) if quota else None,

@@ -172,15 +172,12 @@ def machines(where: Where) -> Iterator[Document]:
     yield _allow("RunRolesEnd", ["iam:DeleteRole", "iam:DeleteRolePolicy", "iam:TagRole"], runs)
     yield _allow("RunRolesMost", ["iam:GetPolicy", "iam:GetPolicyVersion"], [bound])
     linked = [where.iam(f"role/aws-service-role/{service}/{role}") for service, role in _LINKED.items()]
-    yield _allow(
-        "FirstFleet",
-        ["iam:CreateServiceLinkedRole"],
-        linked,
-        {"StringEquals": {"iam:AWSServiceName": list(_LINKED)}},
-    )
+    yield _allow("FirstFleet", ["iam:CreateServiceLinkedRole"], linked)  # their names say whose they are
     yield _allow("Objects", ["s3:GetObject", "s3:PutObject"], [where.s3(f"/{RUNS}/*"), where.s3(f"/{BACKEND}/*")])
-    yield _allow("State", ["s3:DeleteObject"], [where.s3(f"/{BACKEND}/*")])
-    yield _allow("List", ["s3:ListBucket"], [where.s3("")])
+    # of runs what retention removes; the bucket is versioned
+    removed = [where.s3(f"/{BACKEND}/*"), where.s3(f"/{RUNS}/*/checkpoints/*")]
+    yield _allow("Remove", ["s3:AbortMultipartUpload", "s3:DeleteObject"], removed)
+    yield _allow("List", ["s3:ListBucket", "s3:ListBucketMultipartUploads"], [where.s3("")])
     yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
 
 

@@ -26,6 +26,8 @@ _ASKED: dict[str, dict[str, Any]] = {
         "CapacityDurationHours": 24,
     }
 }
+# asked for by policies that earlier versions printed, and that stand
+_BEFORE: Document = {"StringEquals": {"iam:AWSServiceName": "ec2fleet.amazonaws.com"}}
 _NOT_THERE = ("NoSuchEntity", "NoSuchEntityException")
 
 
@@ -67,7 +69,7 @@ def _simulated(account: Account, principal: str, document: Document) -> Told:
         asked = {
             "ActionNames": statement["Action"],
             "ResourceArns": [_example(each, account.home_region) for each in statement["Resource"]],
-            "ContextEntries": list(_facts(statement.get("Condition", {}))),
+            "ContextEntries": list(_facts({**_BEFORE, **statement.get("Condition", {})})),
         }
         with calling("asking IAM what these credentials may do", "", scope="account"):
             found = account.pages(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from dataclasses import dataclass
+from decimal import ROUND_DOWN, Decimal
 from typing import Any
 
 from mgpu.plan.model import Offer
@@ -20,7 +20,7 @@ from mgpu.providers.base import FleetRequest
 from mgpu.providers.start import HostKey
 
 _MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
-_PRICE_STEPS = 1e5  # of a dollar, in which a price is told
+_PRICE_STEP = Decimal("0.00001")  # of a dollar, in which a price is told
 _NO_PRICE = "0.00001"  # dollars an hour: no machine is sold for that
 Parameters = dict[str, Any]
 
@@ -98,9 +98,15 @@ class Order:
 
 
 def template(
-    order: Order, place: Place, kind: Kind, image: MachineImage, host_key: HostKey, hard_cap_at: int
+    order: Order,
+    place: Place,
+    kind: Kind,
+    image: MachineImage,
+    host_key: HostKey,
+    hard_cap_at: int,
+    usd_per_hour: float,
 ) -> Parameters:
-    """The launch template's data. `hard_cap_at`: UNIX seconds."""
+    """The launch template's data. `hard_cap_at`: UNIX seconds; `usd_per_hour`: of one machine, now."""
     request = order.request
     script = user_data(request, machines.USER, host_key, hard_cap_at)
     group = order.group(kind)
@@ -116,22 +122,28 @@ def template(
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "disabled",  # else what an account has set for all its machines counts
         },
-        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib, order.options.disk or Disk())],
+        "BlockDeviceMappings": [
+            _disk(image, request.requirements.disk_gib, order.options.disk or Disk()),
+            *(_beside(device, ebs) for device, ebs in image.others),
+        ],
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
         **_reserved(order),
         "TagSpecifications": [
-            {"ResourceType": "instance", "Tags": names.tag_list(_machine_marks(order, host_key, hard_cap_at))},
+            {
+                "ResourceType": "instance",
+                "Tags": names.tag_list(_machine_marks(order, host_key, hard_cap_at, usd_per_hour)),
+            },
             {"ResourceType": "volume", "Tags": names.tag_list(order.marks)},
             {"ResourceType": "network-interface", "Tags": names.tag_list(order.marks)},
         ],
     }
 
 
-def fleet(order: Order, place: Place) -> Parameters:
+def fleet(order: Order, subnet_id: str) -> Parameters:
     """CreateFleet's parameters: all machines or none, of one type, in one zone."""
     count, spot = len(order.ranks), order.offer.market == "spot"
-    pool = {"InstanceType": order.offer.instance_type, "SubnetId": place.subnet_id}
+    pool = {"InstanceType": order.offer.instance_type, "SubnetId": subnet_id}
     together = {
         "SingleInstanceType": True,
         "SingleAvailabilityZone": True,
@@ -191,16 +203,17 @@ def _reserved(order: Order) -> Parameters:
 
 def _price_cap(request: FleetRequest) -> str:
     """One machine's share of what the whole fleet may cost, rounded down."""
-    share = request.requirements.max_price_usd_per_hour / request.requirements.nodes
-    return f"{math.floor(share * _PRICE_STEPS) / _PRICE_STEPS:.5f}"
+    # as it is written: 0.29 is less as a binary fraction, and a bid of 0.28999 refuses machines at 0.29
+    share = Decimal(repr(request.requirements.max_price_usd_per_hour)) / request.requirements.nodes
+    return f"{share.quantize(_PRICE_STEP, ROUND_DOWN):f}"
 
 
-def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[str, str]:
+def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int, usd_per_hour: float) -> dict[str, str]:
     return {
         **order.marks,
         names.NAME: order.request.fleet,
         names.RANKS: machines.ranks_tag(order.ranks),
-        names.PRICE: repr(order.offer.price_usd_per_hour),
+        names.PRICE: repr(usd_per_hour),
         names.HARD_CAP_AT: str(hard_cap_at),
         names.HOST_KEY: host_key.public,
         names.ONE_USE_KEY: host_key.public,
@@ -221,6 +234,14 @@ def _disk(image: MachineImage, gib: int, wanted: Disk) -> Parameters:
         "DeleteOnTermination": True,
     }
     return {"DeviceName": image.root_device, "Ebs": ebs}
+
+
+def _beside(device: str, ebs: Parameters) -> Parameters:
+    """A disk that the image brings beside the root's, as it has it; but it goes with the machine."""
+    # EC2 takes what is in it from the image; of the rest, what a mapping does not say is EC2's default
+    said = ("VolumeType", "Iops", "Throughput", *(() if ebs.get("SnapshotId") else ("VolumeSize",)))
+    kept = {name: ebs[name] for name in said if ebs.get(name)}
+    return {"DeviceName": device, "Ebs": {**kept, "Encrypted": True, "DeleteOnTermination": True}}
 
 
 def _interfaces(order: Order, place: Place, kind: Kind) -> list[Parameters]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mgpu.errors import (
@@ -32,6 +33,7 @@ from mgpu.errors import (
 )
 from mgpu.providers.aws import names
 from mgpu.providers.aws.catalog import quotas
+from mgpu.providers.aws.catalog.spot_price import spot_price
 from mgpu.providers.aws.failures import calling, code_of, refusal
 from mgpu.providers.aws.instances import equip, listing, machine_image, machines, network, teardown
 from mgpu.providers.aws.instances.fleet_request import Order, fleet, for_nothing, template
@@ -90,7 +92,7 @@ def recall(account: Account, order: Order) -> Handle | None:
     from botocore.exceptions import ClientError
 
     ec2 = account.client("ec2", order.region)
-    asked = fleet(order, network.find(account, order.options, order.offer, len(order.ranks)))
+    asked = fleet(order, _subnet(account, order, _known(account, order)))
     with calling(f"{order.what}, asked once more what came of it", order.region, scope="zone"):
         again = order.offer.reservation is not None
         try:
@@ -124,15 +126,32 @@ def _require_begun(order: Order) -> None:
 
 def _make(account: Account, order: Order, known: _Marks | None) -> tuple[_Marks, list[str]]:
     """The template's tags, and the ids of the machines that EC2 has made by this order's token, now or before."""
-    where = network.find(account, order.options, order.offer, len(order.ranks))
+    if known is None:
+        where = network.find(account, order.options, order.offer, len(order.ranks))
+        with _discarding(account, order):
+            known = _prepare(account, order, where)
+    subnet_id = _subnet(account, order, known)
+    with _discarding(account, order):
+        return known, _ask(account, order, subnet_id)
+
+
+@contextmanager
+def _discarding(account: Account, order: Order) -> Iterator[None]:
+    """Where it is refused for good, takes away what there is of the order."""
     try:
-        known = known or _prepare(account, order, where)
-        return known, _ask(account, order, where)
+        yield
     except (*_PASSING, Conflict, CleanupFailed):
         raise
     except ProviderError:
         _discard(account, order)
         raise
+
+
+def _subnet(account: Account, order: Order, known: _Marks | None) -> str:
+    """The one that the first try has chosen. Chosen anew it may be another one: the gang that was made has taken
+    addresses, and the same token with another subnet is a conflict."""
+    chosen = (known or {}).get(names.SUBNET)  # an earlier version's templates do not say it
+    return chosen or network.find(account, order.options, order.offer, len(order.ranks)).subnet_id
 
 
 def _known(account: Account, order: Order) -> _Marks | None:
@@ -159,8 +178,11 @@ def _prepare(account: Account, order: Order, where: network.Place) -> _Marks:
         equip.require_addresses(account, order)
     chosen = machine_image.find(account, order.options, order.region)
     hard_cap_at = _hard_cap_at(order)
-    data = template(order, where, kind, chosen, HostKey.make(), hard_cap_at)
-    marks = {**order.marks, names.REQUEST: order.digest, names.HARD_CAP_AT: str(hard_cap_at)}
+    usd = spot_price(account, order.region, where.zone, order.offer.instance_type) if order.market == "spot" else None
+    usd = order.offer.price_usd_per_hour if usd is None else usd
+    data = template(order, where, kind, chosen, HostKey.make(), hard_cap_at, usd)
+    own = {names.REQUEST: order.digest, names.HARD_CAP_AT: str(hard_cap_at), names.SUBNET: where.subnet_id}
+    marks = {**order.marks, **own}
     ec2 = account.client("ec2", order.region)
     if order.clustered(kind):
         _group(ec2, order)
@@ -201,10 +223,10 @@ def _group(ec2: Any, order: Order) -> None:
                 raise
 
 
-def _ask(account: Account, order: Order, where: network.Place) -> list[str]:
+def _ask(account: Account, order: Order, subnet_id: str) -> list[str]:
     from botocore.exceptions import ClientError
 
-    ec2, asked = account.client("ec2", order.region), fleet(order, where)
+    ec2, asked = account.client("ec2", order.region), fleet(order, subnet_id)
     try:
         with calling(order.what, order.region, scope="zone", create=True):
             try:

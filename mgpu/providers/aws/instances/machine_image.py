@@ -29,12 +29,13 @@ PATTERN = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch * (Ubuntu *"
 
 @dataclass(frozen=True)
 class MachineImage:
-    """A machine image of one region, and its disk."""
+    """A machine image of one region, and its disks."""
 
     id: str
     root_device: str
     root_gib: int  # a disk may not be smaller
     driver: MachineDriver | None = None  # None: not known
+    others: tuple[tuple[str, dict[str, Any]], ...] = ()  # by device, what EC2 shows of disks beside the root's
 
 
 def find(account: Account, options: Options, region: str) -> MachineImage:
@@ -65,9 +66,9 @@ def _find(account: Account, options: Options, region: str) -> MachineImage:
             scope="region",
         )
     device = shown.get("RootDeviceName") or "/dev/sda1"
-    mapped = {each.get("DeviceName"): each.get("Ebs", {}) for each in shown.get("BlockDeviceMappings", ())}
-    gib = int(mapped.get(device, {}).get("VolumeSize") or 0)
-    return MachineImage(shown["ImageId"], device, gib, drivers.brought_by(shown))
+    mapped = {each["DeviceName"]: each["Ebs"] for each in shown.get("BlockDeviceMappings", ()) if "Ebs" in each}
+    gib = int(mapped.pop(device, {}).get("VolumeSize") or 0)
+    return MachineImage(shown["ImageId"], device, gib, drivers.brought_by(shown), tuple(mapped.items()))
 
 
 def _published(account: Account, region: str) -> str:

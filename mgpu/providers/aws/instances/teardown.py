@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mgpu.errors import RateLimited, Transient
+from mgpu.errors import PermissionDenied, RateLimited, Transient
 from mgpu.providers.aws import names
-from mgpu.providers.aws.failures import calling, code_of
+from mgpu.providers.aws.failures import calling, code_of, of_organization
 from mgpu.providers.aws.instances import listing, machines, reaper
 from mgpu.providers.aws.instances.listing import Shown, carries, id_of, is_absent, tag_filters, tags_of, unless_absent
 from mgpu.providers.aws.instances.machines import phase_of
 from mgpu.providers.aws.session import Account
-from mgpu.providers.base import Handle, NodePhase
+from mgpu.providers.base import Handle, Listing, NodePhase
 
 _BATCH = 1000  # machines that one TerminateInstances takes
 _CALLS = 100  # of TerminateInstances, before what EC2 refuses is halved no more
@@ -62,17 +62,22 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
     return _closed(account, handle.region, tokens)
 
 
-def list_owned(account: Account, owner: str) -> tuple[Handle, ...]:
+def list_owned(account: Account, owner: str) -> Listing:
     """All that carries this owner's tag and costs money, in all regions that are enabled: machines, and the addresses
     and disks that no machine uses. One handle for each create; `ids` has the machines in rank order, then the rest.
+    `closed` are the regions whose machines the account's organization lets nobody see: nobody can rent there.
 
     Raises:
-        ProviderError: a region did not answer; nothing is told then, because it would not be all.
+        ProviderError: a region did not answer, or all are closed; nothing is told then, because it would not be all.
     """
     regions = _insist(account.regions)
     with ThreadPoolExecutor(max_workers=_REGIONS_AT_ONCE) as pool:
-        found = pool.map(lambda region: _insist(lambda: _owned_in(account, region, owner)), regions)
-        return tuple(itertools.chain.from_iterable(found))
+        found = list(pool.map(lambda region: _insist(lambda: _owned_in(account, region, owner)), regions))
+    closed = {region: each for region, each in zip(regions, found, strict=True) if isinstance(each, PermissionDenied)}
+    if closed and len(closed) == len(regions):
+        raise next(iter(closed.values()))
+    handles = (each for each in found if not isinstance(each, PermissionDenied))
+    return Listing(handles=tuple(itertools.chain.from_iterable(handles)), closed=dict(closed))
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------
@@ -216,9 +221,15 @@ def _insist(look: Callable[[], _T]) -> _T:
     return look()
 
 
-def _owned_in(account: Account, region: str, owner: str) -> list[Handle]:
+def _owned_in(account: Account, region: str, owner: str) -> list[Handle] | PermissionDenied:
+    """What the owner has there; or why the organization lets nobody look."""
     marks = {names.OWNER: owner}
-    resources = listing.tagged(account, region, marks, _LIVING)
+    try:
+        resources = listing.tagged(account, region, marks, _LIVING)
+    except PermissionDenied as error:
+        if not of_organization(error):
+            raise
+        return error
     loose = listing.addresses(account, region, tag_filters(marks)) + listing.disks(account, region, tag_filters(marks))
     resources += [each for each in loose if carries(each, marks) and not _user_of(each)]
     creates: dict[tuple[str, str], list[Shown]] = {}

@@ -268,6 +268,14 @@ def test_a_spot_price_that_is_known_is_the_price(cache: Path):
     assert (offers["spot"].price_is_limit, offers["spot"].fetched_at) == (False, NOW)
 
 
+@pytest.mark.parametrize(("cap", "most"), [(1000, 20), (30, 15), (16, 8)])
+def test_spot_may_be_billed_up_to_the_bid_and_never_above_on_demand(cache: Path, cap: float, most: float):
+    """Of two machines; at 16 its own price is all that the bid lets it be."""
+    kept(cache, us_east_1=p4d(usd=20, spot=8))
+    offers = {offer.market: offer for offer in found(max_price_usd_per_hour=cap)}
+    assert (offers["spot"].billed_at_most, offers["on-demand"].billed_at_most) == (most, 20)
+
+
 def test_a_zone_without_a_spot_price_after_a_refresh_has_no_spot_market(cache: Path):
     kept(cache, us_east_1=p4d(spot=None))
     assert {offer.market for offer in found(gpu=("A100-40GB",))} == {"on-demand"}

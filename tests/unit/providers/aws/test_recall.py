@@ -17,7 +17,8 @@ MISMATCH = ClientError({"Error": {"Code": "IdempotentParameterMismatch", "Messag
 @pytest.fixture
 def asked(monkeypatch) -> list[dict[str, Any]]:
     """What CreateFleet was asked, of an order that is reduced to its words."""
-    monkeypatch.setattr(launch.network, "find", lambda *_: None)
+    monkeypatch.setattr(launch, "_subnet", lambda *_: "subnet-1")
+    monkeypatch.setattr(launch, "_known", lambda *_: None)
     monkeypatch.setattr(launch, "fleet", lambda *_: {"ClientToken": "t"})
     monkeypatch.setattr(launch, "for_nothing", lambda call: {**call, "for": "nothing"})
     return []

@@ -12,7 +12,7 @@ from mgpu import paths
 from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import AuthError, InputError, Transient
+from mgpu.errors import AuthError, InputError, PermissionDenied, Transient
 from mgpu.iac import tokens
 from mgpu.iac.types import generations
 from mgpu.providers import registry
@@ -256,6 +256,32 @@ def test_machines_that_cannot_be_asked_what_they_carry_are_told_beside_those_tha
     assert done.return_value == 3
     assert "mine-lost" in done.stdout
     assert "host gpu2 does not answer" in done.stderr
+
+
+@pytest.mark.parametrize("known", ["nothing", "run", "stack", "asked for"])
+def test_a_region_that_an_organization_closes_matters_only_where_something_may_be_there(world, known):
+    world.cloud.rent("mine-lost")
+    denied, seen = PermissionDenied("aws east: the organization forbids it"), world.cloud.list_owned
+    world.cloud.list_reached = lambda owner: Listing(handles=seen(owner), closed={"east": denied, "west": denied})
+    if known == "run":
+        output = world.output(world.cloud.rent("mine-run-1")).model_dump(mode="json")
+        world.record("run-1", state=State.FAILED, fleet={**output, "region": "west"}, teardown="asked")
+        world.record("run-0", state=State.FAILED, fleet={**output, "region": "east"}, teardown="confirmed")
+    elif known != "nothing":
+        inputs = {"name": "theirs", "provider": "local", "options": {}}
+        outputs = {"region": "west" if known == "stack" else "here"}
+        state = {"type": tokens.FLEET, "inputs": inputs, "outputs": outputs}
+        stack_file("mine", "dev").write_text(json.dumps({"checkpoint": {"latest": {"resources": [state]}}}))
+    if known == "asked for":
+        journal = generations.open_journal(paths.state_dir(), "theirs")
+        journal.append("intent", token="t", offer={"provider": "local", "region": "west"})
+        journal.append("created", token="t")
+    listed, swept = CliRunner().invoke(cli, ["ls"], standalone_mode=False), gc()
+    for done in (listed, swept):
+        assert done.return_value == (0 if known == "nothing" else 3)
+        assert "mine-lost" in done.stdout
+        assert ("not looked for machines in east, west" in done.stderr) == (known == "nothing")
+        assert "not looked for machines in east" in done.stderr
 
 
 @pytest.mark.parametrize("broken", ["entry", "class"])

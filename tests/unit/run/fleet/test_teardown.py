@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mgpu import paths
-from mgpu.errors import AuthError, MgpuError, StackError, TeardownIncomplete, Transient
+from mgpu.errors import AuthError, MgpuError, PermissionDenied, StackError, TeardownIncomplete, Transient
 from mgpu.events import Warned
-from mgpu.providers.base import NodePhase
+from mgpu.iac.types import generations
+from mgpu.providers.base import Listing, NodePhase
 from mgpu.run.fleet import stack as stacks
 from mgpu.run.fleet.teardown import give_back, owned
 
@@ -96,6 +97,26 @@ def test_when_pulumi_fails_the_machines_go_all_the_same_and_the_stack_is_told(wo
     assert world.cloud.billed == {"mine-dev-0"}
     assert "remove run-1" not in world.calls, "its state is still needed"
     assert any("the state is locked" in event.text for event in world.of(Warned))
+
+
+@pytest.mark.parametrize("known", ["", "by the caller", "by the journal"])
+def test_a_region_that_is_closed_fails_the_end_only_of_a_fleet_that_may_be_there(world, stack, known):
+    denied, listed = PermissionDenied("aws east: the organization forbids it"), world.cloud.list_owned
+    world.cloud.list_reached = lambda owner: Listing(handles=listed(owner), closed={"east": denied})
+    if known == "by the journal":
+        intent = {"provider": "local", "region": "east"}
+        generations.open_journal(paths.state_dir(), stack.fleet).append("intent", token="t", offer=intent)
+    region = "east" if known == "by the caller" else "west"
+
+    def end():
+        sellers = [lambda: world.cloud]
+        give_back(stack, sellers, paths.owner(), world.timeouts, world.events.append, remove=True, region=region)
+
+    if not known:
+        end()
+        return
+    with pytest.raises(TeardownIncomplete, match="may still be billed"):
+        end()
 
 
 @pytest.mark.parametrize("call", ["list_owned", "describe", "destroy"])

@@ -1,0 +1,72 @@
+"""Regions that an account's organization denies: they hide nothing of the others, and are named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mgpu.errors import PermissionDenied
+from mgpu.providers.aws import check, failures, names
+from mgpu.providers.aws.instances import teardown
+
+BY_POLICY = (
+    "You are not authorized to perform this operation. User: arn:aws:sts::1:assumed-role/dev/me is not authorized to "
+    "perform: ec2:{} with an explicit deny in a service control policy."
+)
+BY_NOBODY = "User: me is not authorized to perform: ec2:{} because no identity-based policy allows the action."
+ACCOUNT: Any = SimpleNamespace(regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"))
+
+
+@pytest.fixture
+def ec2(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str]:
+    """Each region has a machine of ours; what is in the answer, by action and region, is refused with these words."""
+    refused: dict[tuple[str, str], str] = {}
+
+    def answer(action: str, region: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if words := refused.get((action, region)):
+            raise failures.refusal("UnauthorizedOperation", words.format(action), f"aws {region}", scope="region")
+        return found
+
+    def machine(region: str) -> dict[str, Any]:
+        return {"InstanceId": f"i-{region}", "Tags": [{"Key": names.FLEET, "Value": "f"}], "LaunchTime": NEVER}
+
+    shown = {"DescribeInstances": machine, "DescribeAddresses": None, "DescribeVolumes": None}
+    for action, name in zip(shown, ("tagged", "addresses", "disks"), strict=True):
+        one = shown[action]
+        monkeypatch.setattr(
+            teardown.listing,
+            name,
+            lambda _, region, *__, action=action, one=one: answer(action, region, [one(region)] if one else []),
+        )
+    return refused
+
+
+NEVER = SimpleNamespace(timestamp=lambda: 0.0)
+
+
+def test_a_region_that_the_organization_denies_is_left_out_and_named(ec2):
+    ec2["DescribeInstances", "eu-west-1"] = BY_POLICY
+    found = teardown.list_owned(ACCOUNT, "o-1")
+    assert [handle.region for handle in found.handles] == ["ap-south-1", "us-east-1"]
+    assert "organization forbids ec2:DescribeInstances" in found.closed["eu-west-1"].what
+    assert found.closed.keys() == {"eu-west-1"}
+    assert check._listing(ACCOUNT).detail.endswith("but where your organization forbids it: eu-west-1")
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [("DescribeInstances", BY_NOBODY), ("DescribeAddresses", BY_POLICY), ("DescribeVolumes", BY_POLICY)],
+)
+def test_a_region_is_closed_only_where_nobody_sees_its_machines(ec2, action, words):
+    """Who may see machines there may rent some: what else cannot be seen may be billed."""
+    ec2[action, "eu-west-1"] = words
+    with pytest.raises(PermissionDenied):
+        teardown.list_owned(ACCOUNT, "o-1")
+
+
+def test_where_all_are_closed_nothing_is_concluded(ec2):
+    ec2.update({("DescribeInstances", region): BY_POLICY for region in ACCOUNT.regions()})
+    with pytest.raises(PermissionDenied):
+        teardown.list_owned(ACCOUNT, "o-1")
