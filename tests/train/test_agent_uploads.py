@@ -283,6 +283,33 @@ def test_parts_that_never_come_fail_the_save_and_nothing_else(tmp_path, until):
     assert (shared.commits, node.status.failed) == ([2], 1)
 
 
+@pytest.mark.parametrize("part_s", [200, 700])
+def test_a_node_that_is_always_late_holds_up_commits_and_does_not_prevent_them(tmp_path, part_s):
+    """A save each minute, node 0's part in 20 s, the other's in more than `peers_s`."""
+    shared, now, parts = Shared(2), [0.0], []  # of the other node: when each is there
+    times = TIMES.model_copy(update={"poll_s": 20, "peers_s": 120})
+
+    def later(seconds: float) -> None:
+        for _ in range(int(seconds) // 20):
+            now[0] += 20
+            if now[0] % 60 == 0 and now[0] <= 3600:
+                node.save(int(now[0]) // 60)
+            if parts and now[0] >= parts[-1][1]:
+                shared.parts.setdefault(parts[-1][0], set()).add(1)
+            if shared.said and (not parts or (now[0] >= parts[-1][1] and shared.said.step > parts[-1][0])):
+                parts.append((shared.said.step, now[0] + part_s))
+            if now[0] == 3600:
+                node.uploads.drain(900)
+
+    store = FakeDepot(shared, 0, lambda _step: later(20))
+    node = Node(store, tmp_path / "n", times=times, clock=lambda: now[0], pause=later)
+    node.uploads.run()
+    assert shared.commits[-1] == 60, "the last one"
+    during = [step for step in shared.commits if step < 60]
+    assert len(during) >= 0.6 * (3600 / part_s - 2), shared.commits
+    assert node.status.failed <= 4
+
+
 def test_a_part_that_comes_late_counts_while_there_is_nothing_newer(tmp_path, until):
     shared = Shared(2)
     node = Node(FakeDepot(shared, 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))

@@ -102,6 +102,7 @@ class Uploads:
         self._draining = threading.Event()
         self._hurried = threading.Event()
         self._patience_s = times.peers_s
+        self._newer_waits_s = times.peers_s  # how long the parts of others may keep a newer save waiting
         self._lock = threading.Lock()  # of what follows
         self._looking = threading.Lock()  # both threads look and delete, one at a time
         self._status = CheckpointStatus()
@@ -280,7 +281,11 @@ class Uploads:
         return True
 
     def _commit(self, step: int) -> bool:
-        """Commits as soon as all parts are there. What keeps a newer save waiting gets `peers_s`, also in the drain."""
+        """Commits as soon as all parts are there. What keeps a newer save waiting gets `peers_s`, also in the drain.
+
+        Where that was too short it is doubled for the next save, else a node that takes longer for its part is one save
+        behind for ever; after a commit it is twice what this one took.
+        """
         begin = self._clock()
         found: list[str | None] = []
         while True:
@@ -289,18 +294,28 @@ class Uploads:
                 return False
             if (checkpoint_id := found[-1]) is not None:
                 self.note(committed_step=step, committed_id=checkpoint_id)
+                self._newer_waits_s = max(self._times.peers_s, 2 * (self._clock() - begin))
                 self._measure()
                 self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
                 self._prune()
                 return True
             newer = step < self.look()
-            patience_s = self._times.peers_s if newer else self._patience_s
+            patience_s = self._patience(newer)
             if last or self._clock() > begin + patience_s:
                 waited_s = min(patience_s, self._clock() - begin)
                 self._trouble(f"step-{step}: other nodes' parts are missing after {waited_s:.3g} s")
                 if newer or self._draining.is_set():  # else there is nothing better to do than to wait on
+                    self._newer_waits_s = 2 * patience_s
                     return False
             self._pause(self._times.poll_s)
+
+    def _patience(self, newer: bool) -> float:
+        """Seconds that the parts of others may take, by whether a newer save waits."""
+        if not newer:
+            return self._patience_s
+        if self._draining.is_set():  # the last save has to find time, too
+            return max(self._times.peers_s, min(self._newer_waits_s, self._patience_s))
+        return self._newer_waits_s
 
     def _look_for_room(self, name: str, path: Path) -> None:
         """The next one is written beside this one: a disk that has no room for it is told, once, before it is full."""
