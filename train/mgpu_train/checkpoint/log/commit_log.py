@@ -74,20 +74,23 @@ class CommitLog:
 
         Raises NotFound, and Damaged when the entry is not the one that was committed.
         """
-        manifest = self.manifest_at(commit.seq, commit.checkpoint_id)
-        if manifest.sha256() != commit.manifest_sha256:
+        entry = self._checkpoint_at(commit.seq, commit.checkpoint_id)
+        if entry.manifest_sha256 != commit.manifest_sha256:
             raise Damaged(f"entry {commit.seq} of the commit log has another manifest than the index says")
-        return manifest
+        return entry.manifest
 
     def manifest_at(self, seq: int, checkpoint_id: str) -> Manifest:
         """The manifest in entry `seq`, which is to be this checkpoint's; nothing else of the log is read.
 
         Raises NotFound, and Damaged when it is another one's.
         """
+        return self._checkpoint_at(seq, checkpoint_id).manifest
+
+    def _checkpoint_at(self, seq: int, checkpoint_id: str) -> CheckpointEntry:
         entry = self._reader.entry(seq)
         if not isinstance(entry, CheckpointEntry) or entry.manifest.checkpoint_id != checkpoint_id:
             raise Damaged(f"entry {seq} of the commit log is not the checkpoint {checkpoint_id}")
-        return entry.manifest
+        return entry
 
     def newest_attempt(self) -> int:
         """The newest attempt that has begun; 0: none."""
