@@ -174,7 +174,8 @@ class CommitLog:
         """Commit a checkpoint; again for the same one: what stands of it.
 
         Raises:
-            Fenced: the manifest's attempt is not the newest one, or not this writer's.
+            Fenced: the manifest's attempt is not the newest one, not this writer's, or has written its end: from then
+                on what it did not commit may be removed.
             StepBack: its attempt has committed this step or a later one.
             StoreError: the store does not work. Whether it is committed is then unknown: call again.
         """
@@ -183,7 +184,11 @@ class CommitLog:
 
         def decide(log: list[Line]) -> Commit | CheckpointEntry:
             self._check_fence(log, manifest.attempt, writer)
-            return self._committed(log, manifest) or CheckpointEntry(
+            if stands := self._committed(log, manifest):
+                return stands
+            if lines.end_of(log, manifest.attempt):
+                raise Fenced(f"attempt {manifest.attempt} of run {self._run_id} has written its end")
+            return CheckpointEntry(
                 seq=len(log),
                 attempt=manifest.attempt,
                 writer=writer,
