@@ -436,8 +436,10 @@ def test_what_is_in_flight_is_waited_for_first(tmp_path, until):
         if step == 2:
             go.wait(10)
 
-    node = Node(FakeDepot(Shared(1), 0, upload), tmp_path / "n", clock=lambda: now[0])
+    times = TIMES.model_copy(update={"drain_s": 20})
+    node = Node(FakeDepot(Shared(1), 0, upload), tmp_path / "n", times=times, clock=lambda: now[0])
     node.uploads.start()
+    assert node.uploads.drain_s() == 20
     node.save(1)
     until(lambda: node.uploads.expect_s() == 10)
     now[0] = 200.0
@@ -445,10 +447,32 @@ def test_what_is_in_flight_is_waited_for_first(tmp_path, until):
     until(lambda: node.checkpoint_store.tries == [1, 2])
     now[0] = 204.0  # of 10 s
     assert node.uploads.expect_s() == 16
+    assert node.uploads.drain_s() == 24
     now[0] = 300.0  # longer than the last one: any moment now
     assert node.uploads.expect_s() == 10
     go.set()
     drained(node)
+
+
+def test_a_fast_node_gets_as_long_for_its_last_upload_as_the_slow_ones(tmp_path):
+    """Node 0 asks for the next save when the slowest node's part is there."""
+    shared, now = Shared(2), [100.0]
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= 100 + 1500 * len(node.checkpoint_store.tries):
+            shared.said = Announced(1 + len(node.checkpoint_store.tries), final=len(node.checkpoint_store.tries) == 2)
+        if len(node.checkpoint_store.tries) == 2 and not drains:
+            drains.append(node.uploads.drain_s())
+            node.uploads.drain(drains[0])
+
+    drains: list[float] = []
+    times = TIMES.model_copy(update={"poll_s": 10, "drain_s": 900})
+    node = Node(FakeDepot(shared, 1), tmp_path / "n", times=times, clock=lambda: now[0], pause=later)
+    node.save(1, 2, 3)
+    node.uploads.run()
+    assert node.checkpoint_store.tries == [1, 2, 3]
+    assert drains[0] == pytest.approx(1.5 * 1500, rel=0.02)
 
 
 def test_a_save_that_failed_says_nothing_of_the_next(tmp_path, until):

@@ -121,6 +121,10 @@ class AgentStatus(Model):
         default=False, description="they are over, but some nodes were never heard here: the operator judges"
     )
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
+    drain_s: float | None = Field(
+        default=None,
+        description="seconds that the last uploads get, where they are known to take longer than `timeouts.drain_s`",
+    )
     notice: Notice | None = Field(default=None, description="the machine is about to be taken")
     at_risk_since: float | None = Field(
         default=None, description="the provider's hint that it may take the machine soon, which is no notice: when"
@@ -140,5 +144,4 @@ class AgentStatus(Model):
     @model_serializer(mode="wrap")
     def _written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without what an older operator does not know, as long as nothing is to be said by it."""
-        said = whole(self)
-        return said if self.starved else {name: value for name, value in said.items() if name != "starved"}
+        return {name: value for name, value in whole(self).items() if value or name not in ("starved", "drain_s")}

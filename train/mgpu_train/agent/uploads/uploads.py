@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mgpu_train.agent.attempt.save_budget import FACTOR
 from mgpu_train.agent.status.log import clean
 from mgpu_train.agent.status.status import CheckpointStatus
 from mgpu_train.agent.uploads.saves import ALONE, ALONE_IDLE, KEPT, KEPT_IDLE, tidy
@@ -112,6 +113,7 @@ class Uploads:
         self._told_room = False
         self._began: float | None = None  # when the one in flight was taken
         self._took_s: float | None = None  # what the last one took
+        self._held_s = 0.0  # how long it had waited for node 0's word
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.fenced: str | None = None
 
@@ -140,6 +142,11 @@ class Uploads:
         if took_s is None or began is None:
             return took_s
         return took_s + max(0.0, began + took_s - self._clock())
+
+    def drain_s(self) -> float:
+        """Seconds that what is left gets once the launcher has ended: `drain_s`, or more where uploads take longer,
+        here or on the nodes that node 0 waits for."""
+        return max(self._times.drain_s, FACTOR * ((self.expect_s() or 0.0) + self._held_s))
 
     def ended(self, wait_s: float) -> bool:
         """Waits so long; True when everything is done."""
@@ -215,16 +222,20 @@ class Uploads:
             self._insist("announcing the end", lambda: self._checkpoint_store.announce(end), tries=5)
 
     def _follow(self) -> None:
-        since: float | None = None  # when it began to wait for node 0
+        since: float | None = None  # when it began to wait for node 0 in the drain
+        held: float | None = None  # ... for its next announcement, while a newer save is here
         while True:
             draining, last = self._draining.is_set(), self._hurried.is_set()  # before the look: haste leaves one more
             newest = self.look()
             said = self._announced() if newest > self._taken else None
             # node 0 may be ahead: what it asks for is finished here soon, unless nothing more comes
             if said is not None and self._taken < said.step and (said.step <= newest or draining):
+                self._held_s = self._clock() - held if held is not None else 0.0
                 self._take(said.step, said.final)
-                since = None
+                since = held = None
                 continue
+            if newest > self._taken and held is None:
+                held = self._clock()
             if draining and (newest <= self._taken or (said is not None and said.final)):
                 return
             if draining:
