@@ -104,7 +104,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     )
     ended = Watch(attempt, uploads, resumed_step).run(started)
     failure = _drain(attempt, uploads, ended)
-    _keep_outputs(attempt)
+    _keep_outputs(attempt, fenced=uploads is not None and uploads.fenced is not None)
     return failure
 
 
@@ -264,12 +264,13 @@ def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -
         attempt.tick(checkpoint=uploads.status, **longer)
 
 
-def _keep_outputs(attempt: Attempt) -> None:
-    """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows."""
+def _keep_outputs(attempt: Attempt, *, fenced: bool) -> None:
+    """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows. Those of an
+    attempt that was `fenced` nobody will ask for in the store."""
     if not attempt.job.outputs:
         return
     target, times = attempt.job.checkpoint, attempt.times
-    kept = outputs.Kept(target.to if target else None)
+    kept = outputs.Kept(target.to if target and not fenced else None)
     work, end, hurried = _begin(lambda: outputs.keep(attempt, kept)), time.monotonic() + times.outputs_s, False
     while not wait([work], timeout=times.poll_s).done:
         if attempt.stop.now and not hurried:
