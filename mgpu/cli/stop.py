@@ -11,7 +11,7 @@ from mgpu.console import Console
 from mgpu.errors import Interrupted, TeardownIncomplete
 from mgpu.run.record import shared
 from mgpu.run.record.record import Record, State, load, supervised, supervisor_of
-from mgpu.run.supervision.limits import last_save_s
+from mgpu.run.supervision.limits import drain_s, last_save_s
 
 LOOK_EVERY_S = 0.2
 
@@ -60,7 +60,8 @@ def _require_moving(record: Record, waited_s: float) -> None:
     """Raises TeardownIncomplete for a supervisor that does nothing: it is suspended, or has had all its time."""
     times, who = wiring.timeouts(), supervisor_of(record.run_id)
     suspended = who is not None and who.suspended
-    enough_s = times.sync_s + times.grace_s(last_save_s(record)) + times.drain_s + times.engine_s + times.destroy_s
+    agents_s = times.grace_s(last_save_s(record)) + drain_s(record, times)
+    enough_s = times.sync_s + agents_s + times.engine_s + times.destroy_s
     if waited_s < enough_s and not suspended:
         return
     why = "It was suspended (Ctrl-Z, SIGSTOP)" if suspended else f"It was asked {waited_s / 60:.0f} min ago"

@@ -119,7 +119,8 @@ class RunView(Value):
     checkpoint_id: str | None = Field(description="the newest that was committed")
     checkpoint_step: int | None
     saves: dict[str, float] = Field(
-        description="of this attempt, by node 0: `stall_s`, `save_s` of the newest; how many `failed`, were `skipped`"
+        description="of this attempt, by node 0: `stall_s`, `save_s` of the newest; how many `failed`, were `skipped`; "
+        "`drain_s`, what the last uploads get, where that is longer than usual"
     )
     outputs: dict[str, Any] | None = Field(
         description="of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`"

@@ -20,7 +20,17 @@ from botocore.stub import Stubber
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from mgpu_train.store import Denied, Expired, NoStore, NotFound, StoreError, Unavailable, disk, open_store
+from mgpu_train.store import (
+    Denied,
+    Expired,
+    NoCredentials,
+    NoStore,
+    NotFound,
+    StoreError,
+    Unavailable,
+    disk,
+    open_store,
+)
 from mgpu_train.store.bulk.message import Route
 from mgpu_train.store.bulk.wire import NEVER, Trouble, Wire
 from mgpu_train.store.s3 import S3Store
@@ -41,6 +51,11 @@ PEM = serialization.Encoding.PEM
         ("connect", "", 0, Unavailable, "no connection to https://s3.test"),
         ("file", "", errno.EROFS, Denied, "Use a folder that can be written"),
         ("file", "", errno.EACCES, Denied, "Give this user access to the folder"),
+        ("file", "", errno.EINVAL, StoreError, "told by a test"),
+        ("file", "", errno.ESTALE, Unavailable, "whether the folder's file system answers"),
+        ("file", "", errno.EIO, Unavailable, "try again later"),
+        ("file", "", errno.EMFILE, Unavailable, "try again later"),
+        (boto.CredentialRetrievalError(provider="x", error_msg="x"), "", 0, NoCredentials, "no usable credentials"),
         ("bug", "", 0, StoreError, "the process that moves the bytes failed: told by a test"),
         ("network", "", 0, Unavailable, "stopped answering (told by a test)"),
         (boto.SSLError(endpoint_url="x", error="x"), "", 0, Unavailable, "Set AWS_CA_BUNDLE"),

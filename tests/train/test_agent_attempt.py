@@ -99,9 +99,16 @@ class Stuck:
 
     status = CheckpointStatus()
 
-    def __init__(self) -> None:
+    def __init__(self, least_s: float = 0.0) -> None:
         self.patience_s = -1.0
         self.hurried = 0
+        self.least_s = least_s
+
+    def drain_s(self) -> float:
+        return self.least_s
+
+    def note(self, **changes: Any) -> None:
+        self.status = self.status.model_copy(update=changes)
 
     def drain(self, patience_s: float) -> None:
         self.patience_s = patience_s
@@ -114,19 +121,34 @@ class Stuck:
 
 
 def test_in_haste_an_upload_in_flight_gets_no_more_than_the_grace(tmp_path):
-    attempt, uploads = make(tmp_path, stop_grace_s=0.1), Stuck()
+    attempt, uploads = make(tmp_path, stop_grace_s=0.1), Stuck(900)
     attempt.stop.ask(now=True)
     life._finish(attempt, uploads, None)
-    assert (uploads.patience_s, uploads.hurried) == (attempt.times.drain_s, 1)
+    assert (uploads.patience_s, uploads.hurried, uploads.status.problem) == (900, 1, None)
 
 
 def test_a_machine_that_goes_bounds_the_drain_of_what_it_ended_and_of_nothing_else(tmp_path):
-    attempt, uploads = make(tmp_path, drain_s=0.2), Stuck()
+    attempt, uploads = make(tmp_path, drain_s=0.2), Stuck(0.2)
     attempt.going = going(Fault.PROVIDER, "gone", now=time.monotonic(), left_s=0.1, wanted=NOTHING, grace_s=60)
     life._finish(attempt, uploads, AttemptFailed(Fault.PROVIDER, "gone"))
     assert 0 < uploads.patience_s <= 0.1
     life._finish(attempt, uploads, None)
     assert uploads.patience_s == 0.2
+    assert uploads.status.problem == "what was left to upload took more than 0.2 s (drain_s)"
+
+
+def test_uploads_that_are_known_to_take_longer_get_longer_and_the_status_says_it(tmp_path):
+    class Slow(Stuck):
+        looks = 0
+
+        def ended(self, wait_s: float) -> bool:
+            self.looks += 1
+            return self.looks == 4 or super().ended(wait_s)
+
+    attempt, uploads = make(tmp_path, drain_s=1e-6), Slow(3600)
+    life._finish(attempt, uploads, None)
+    assert (uploads.looks, uploads.patience_s, uploads.status.problem) == (4, 3600, None)
+    assert attempt.report.status.drain_s == 3600
 
 
 def test_a_store_that_is_silent_does_not_keep_the_agent(tmp_path, never, monkeypatch):

@@ -33,7 +33,7 @@ def kept(node: Any) -> dict[str, str]:
 
 def stored(node: Any) -> set[str]:
     """Paths in the store."""
-    prefix = f"r/outputs/{node.rank}/"
+    prefix = f"r/outputs/a001/{node.rank}/"
     return {each.key.removeprefix(prefix) for each in node.opened.list("r/outputs/")}
 
 

@@ -14,7 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -988,7 +990,7 @@ def fetch(tmp_path, monkeypatch):
     read, real = list[str](), disk.flush
 
     def flush(path: Path) -> None:
-        read.append(path.name.removeprefix(ASIDE))
+        read.append(path.name.rpartition("-")[2])
         real(path)
 
     def again(source: str = "there") -> list[str]:
@@ -1046,7 +1048,37 @@ def test_a_disk_without_room_for_the_data_is_told_before_anything_is_fetched(tmp
 def test_what_an_interrupted_attempt_had_begun_to_fetch_takes_no_room(tmp_path, fetch):
     open_store(f"file://{tmp_path / 'there'}").put("b/c", b"hello")
     (tmp_path / "in" / "b").mkdir(parents=True)
-    for name in (f"{ASIDE}c", f"{ASIDE}0123-{ASIDE}c", "mine"):
+    own, before = data._own(attempt_of(tmp_path)), time.time() - Timeouts().prepare_s - 60
+    for name in (
+        f"{ASIDE}{own}012345-c",
+        f"{ASIDE}0123-{ASIDE}{own}012345-c",
+        f"{ASIDE}old",
+        f"{ASIDE}of-another",
+        "mine",
+    ):
         (tmp_path / "in" / "b" / name).write_bytes(b"hel")
+    for name in (f"{ASIDE}old", "mine"):
+        os.utime(tmp_path / "in" / "b" / name, (before, before))
     assert fetch() == ["c"]
-    assert names(tmp_path / "in" / "b") == ["c", "mine"]
+    assert names(tmp_path / "in" / "b") == [f"{ASIDE}of-another", "c", "mine"]
+
+
+def test_two_nodes_fetch_into_one_folder_at_once(tmp_path, monkeypatch):
+    """Each has its file whole before either gives it its name."""
+    open_store(f"file://{tmp_path / 'there'}").put("a/b", b"hello")
+    both, real = threading.Barrier(2), disk.flush
+
+    def flush(path: Path) -> None:
+        both.wait(10)
+        real(path)
+
+    monkeypatch.setattr(disk, "flush", flush)
+    item = DataItem.model_validate({"from": f"file://{tmp_path / 'there'}", "to": str(tmp_path / "shared")})
+
+    def node(rank: int) -> None:
+        data.fetch_data(attempt_of(tmp_path, nodes=2, node_rank=rank), item)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(node, range(2)))
+    assert names(tmp_path / "shared" / "a") == ["b"]
+    assert (tmp_path / "shared" / "a" / "b").read_bytes() == b"hello"

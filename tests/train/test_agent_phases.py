@@ -270,9 +270,26 @@ def test_an_operator_in_haste_does_not_wait_for_outputs(attempt, monkeypatch):
     made, given_up = attempt(outputs=["*.pt"]), threading.Event()
     monkeypatch.setattr(life.outputs, "keep", lambda _attempt, kept: kept.cancelled.wait(60) and given_up.set())
     made.stop.ask(now=True)
-    life._keep_outputs(made)
+    life._keep_outputs(made, fenced=False)
     assert "outputs: 0 files, 0 bytes; there was no time for more" in said(made)
     assert given_up.wait(60)
+
+
+def test_a_stale_attempt_that_ends_last_replaces_nothing_in_the_store(attempt, tmp_path):
+    """Its machine was cut off and lives on. Where it knows that it is stale it stores nothing."""
+    given = {"outputs": ["*.txt"], "checkpoint": {"to": f"file://{tmp_path}/store", "writers": "all"}}
+    store = open_store(given["checkpoint"]["to"])
+    for number, fenced in ((2, False), (1, False), (3, True)):
+        made = attempt(attempt=number, **given)
+        (made.work / "result.txt").write_text(f"of attempt {number}")
+        life._keep_outputs(made, fenced=fenced)
+        listed = json.loads(Path(made.layout.outputs_list).read_text())
+        assert [each["path"] for each in listed["files"]] == ["result.txt"], "here it is kept in any case"
+    kept = {stat.key: store.get(stat.key, 99).decode() for stat in store.list("")}
+    assert kept == {
+        "r/outputs/a001/0/result.txt": "of attempt 1",
+        "r/outputs/a002/0/result.txt": "of attempt 2",
+    }
 
 
 def test_an_attempt_ends_as_its_worst_node_and_silence_is_no_success(attempt):

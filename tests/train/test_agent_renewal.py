@@ -13,9 +13,11 @@ from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
-from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError
+from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError, Uploads
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Job, Secrets
-from mgpu_train.store import Denied, open_store
+from mgpu_train.store import Denied, Expired, NoCredentials, Unavailable, open_store
+from mgpu_train.timeouts import Timeouts
 
 CANARY = "canary-91c4"
 
@@ -53,6 +55,36 @@ def test_the_next_use_of_the_store_has_them(attempt, tmp_path, monkeypatch):
         store.announce(Announced(step, False))
     assert store.announced() == Announced(3, False)
     assert [env["AWS_SESSION_TOKEN"] for env in opened] == ["old-token", "new-token"], "opened once for each"
+
+
+@pytest.mark.parametrize("failure", [Expired, NoCredentials, Unavailable])
+def test_the_last_checkpoint_waits_for_credentials_that_come_late(attempt, tmp_path, monkeypatch, failure):
+    there, tries = open_store(f"file://{tmp_path}/store"), []
+    CommitLog(there, "r").begin_attempt(1, "w")
+
+    class Away:
+        def __getattr__(self, _operation):
+            def fail(*_given, **_named):
+                tries.append(1)
+                raise failure("not now")
+
+            return fail
+
+    monkeypatch.setattr(checkpoint_store, "open_store", lambda *_, **__: Away() if len(tries) < 5 else there)
+    assert attempt.job.checkpoint is not None
+    folder = tmp_path / "saves"
+    (folder / "step-5").mkdir(parents=True)
+    (folder / "step-5" / "weights").write_bytes(b"w")
+
+    def pause(_seconds: float) -> None:
+        if len(tries) == 5 and failure is not NoCredentials:  # those of a machine come without a word
+            attempt.renewed({"AWS_SESSION_TOKEN": "new"})
+
+    store = AttemptStore(attempt, attempt.job.checkpoint)
+    uploads = Uploads(store, folder, leads=True, alone=True, times=Timeouts(), say=lambda _: None, pause=pause)
+    uploads.drain(900)
+    uploads.run()
+    assert (uploads.status.committed_step, uploads.status.failed, len(tries)) == (5, 0, 5)
 
 
 def test_old_ones_and_new_ones_are_hidden_in_what_is_said(attempt):

@@ -283,6 +283,33 @@ def test_parts_that_never_come_fail_the_save_and_nothing_else(tmp_path, until):
     assert (shared.commits, node.status.failed) == ([2], 1)
 
 
+@pytest.mark.parametrize("part_s", [200, 700])
+def test_a_node_that_is_always_late_holds_up_commits_and_does_not_prevent_them(tmp_path, part_s):
+    """A save each minute, node 0's part in 20 s, the other's in more than `peers_s`."""
+    shared, now, parts = Shared(2), [0.0], []  # of the other node: when each is there
+    times = TIMES.model_copy(update={"poll_s": 20, "peers_s": 120})
+
+    def later(seconds: float) -> None:
+        for _ in range(int(seconds) // 20):
+            now[0] += 20
+            if now[0] % 60 == 0 and now[0] <= 3600:
+                node.save(int(now[0]) // 60)
+            if parts and now[0] >= parts[-1][1]:
+                shared.parts.setdefault(parts[-1][0], set()).add(1)
+            if shared.said and (not parts or (now[0] >= parts[-1][1] and shared.said.step > parts[-1][0])):
+                parts.append((shared.said.step, now[0] + part_s))
+            if now[0] == 3600:
+                node.uploads.drain(900)
+
+    store = FakeDepot(shared, 0, lambda _step: later(20))
+    node = Node(store, tmp_path / "n", times=times, clock=lambda: now[0], pause=later)
+    node.uploads.run()
+    assert shared.commits[-1] == 60, "the last one"
+    during = [step for step in shared.commits if step < 60]
+    assert len(during) >= 0.6 * (3600 / part_s - 2), shared.commits
+    assert node.status.failed <= 4
+
+
 def test_a_part_that_comes_late_counts_while_there_is_nothing_newer(tmp_path, until):
     shared = Shared(2)
     node = Node(FakeDepot(shared, 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))
@@ -409,8 +436,10 @@ def test_what_is_in_flight_is_waited_for_first(tmp_path, until):
         if step == 2:
             go.wait(10)
 
-    node = Node(FakeDepot(Shared(1), 0, upload), tmp_path / "n", clock=lambda: now[0])
+    times = TIMES.model_copy(update={"drain_s": 20})
+    node = Node(FakeDepot(Shared(1), 0, upload), tmp_path / "n", times=times, clock=lambda: now[0])
     node.uploads.start()
+    assert node.uploads.drain_s() == 20
     node.save(1)
     until(lambda: node.uploads.expect_s() == 10)
     now[0] = 200.0
@@ -418,10 +447,32 @@ def test_what_is_in_flight_is_waited_for_first(tmp_path, until):
     until(lambda: node.checkpoint_store.tries == [1, 2])
     now[0] = 204.0  # of 10 s
     assert node.uploads.expect_s() == 16
+    assert node.uploads.drain_s() == 24
     now[0] = 300.0  # longer than the last one: any moment now
     assert node.uploads.expect_s() == 10
     go.set()
     drained(node)
+
+
+def test_a_fast_node_gets_as_long_for_its_last_upload_as_the_slow_ones(tmp_path):
+    """Node 0 asks for the next save when the slowest node's part is there."""
+    shared, now = Shared(2), [100.0]
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= 100 + 1500 * len(node.checkpoint_store.tries):
+            shared.said = Announced(1 + len(node.checkpoint_store.tries), final=len(node.checkpoint_store.tries) == 2)
+        if len(node.checkpoint_store.tries) == 2 and not drains:
+            drains.append(node.uploads.drain_s())
+            node.uploads.drain(drains[0])
+
+    drains: list[float] = []
+    times = TIMES.model_copy(update={"poll_s": 10, "drain_s": 900})
+    node = Node(FakeDepot(shared, 1), tmp_path / "n", times=times, clock=lambda: now[0], pause=later)
+    node.save(1, 2, 3)
+    node.uploads.run()
+    assert node.checkpoint_store.tries == [1, 2, 3]
+    assert drains[0] == pytest.approx(1.5 * 1500, rel=0.02)
 
 
 def test_a_save_that_failed_says_nothing_of_the_next(tmp_path, until):

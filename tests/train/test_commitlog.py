@@ -273,12 +273,16 @@ def test_an_attempt_that_is_over_has_no_say(run):
     assert kinds(run.log) == [("attempt", 1), ("attempt", 2)]
 
 
-def test_an_end_ends_neither_the_attempts_commits_nor_the_next_attempt(run):
-    """An upload that was given up may come through at the last moment: its checkpoint counts."""
+def test_after_its_end_an_attempt_commits_nothing_and_the_next_one_begins(run):
+    """Whoever prunes may have removed what was not committed."""
+    stands = run.save(5)
     run.log.end(1, "writer-1", succeeded=False, fault="infrastructure")
-    assert run.save(5).step == 5
+    with pytest.raises(Fenced, match="attempt 1 of run run-1 has written its end"):
+        run.save(6)
+    assert run.commit(5) == stands, "whose answer was lost"
     run.begin(2)
-    assert [entry.step for entry in run.log.checkpoints()] == [5]
+    assert run.save(7, attempt=2).step == 7
+    assert [entry.step for entry in run.log.checkpoints()] == [7, 5]
 
 
 # --- races ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 from mgpu_train.checkpoint.log import manifest as m
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.lines import Commit, in_short
 from mgpu_train.checkpoint.transfer import part
 from mgpu_train.store import Damaged
@@ -70,6 +72,35 @@ def test_what_was_written_is_read_back():
     assert m.parse_entry(m.to_bytes(begun), "here") == begun
     gone = m.PrunedEntry(seq=9, attempt=1, writer="w", at=1.0, checkpoint_ids=("a001-step-1",))
     assert m.parse_entry(m.to_bytes(gone), "here") == gone
+
+
+def respelled(data: bytes, part: str) -> bytes:
+    """What another pydantic writes: 2.11 has 3.1e17 where 2.14 has 3.1e+17."""
+    head, _, rest = data.partition(b'"%s":' % part.encode())
+    document, _, tail = rest.rpartition(b',"%s_sha256":' % part.encode())
+    other = document.replace(b"e+17", b"e17") if b"e+17" in document else document.replace(b"e17", b"e+17")
+    assert other != document
+    ours, theirs = (hashlib.sha256(each).hexdigest().encode() for each in (document, other))
+    assert ours in tail
+    return head + b'"%s":' % part.encode() + other + b',"%s_sha256":' % part.encode() + tail.replace(ours, theirs)
+
+
+def test_how_another_pydantic_spells_a_number_does_not_matter(run):
+    meta = {"total_flos": 3.1e17, "loss": 2.5, ',"manifest_sha256":': '"manifest":', "manifest_sha256": "x"}
+    written = m.to_bytes(entry(meta=meta))
+    for data in (written, respelled(written, "manifest")):
+        assert m.parse_entry(data, "here").manifest.meta == meta
+    part = m.Sidecar(
+        checkpoint_id="a001-step-25", attempt=1, node=0, step=25, world_size=4, files=(file(),), meta={"flos": 3.1e17}
+    )
+    for data in (m.to_bytes(part), respelled(m.to_bytes(part), "sidecar")):
+        assert m.parse_sidecar(data, "here") == part
+    with pytest.raises(Damaged, match="does not have the checksum"):
+        m.parse_entry(respelled(written, "manifest").replace(b"2.5", b"2.6"), "here")
+    path = run.commit_path(run.log.commit(manifest(meta=meta, run_id="run-1"), "writer-1").seq)
+    path.write_bytes(respelled(path.read_bytes(), "manifest"))
+    log = CommitLog(run.plain, "run-1")
+    assert log.manifest(log.checkpoints()[0]).meta == meta, "also by the checksum that the log's line has"
 
 
 def test_ids_hold_attempt_and_step():

@@ -135,6 +135,18 @@ def test_what_can_never_be_committed_goes(run):
     assert run.commit(40, attempt=2).step == 40
 
 
+def test_what_the_last_attempt_left_goes_once_it_has_written_its_end(run):
+    run.save(10)
+    run.upload(0, 20)
+    aside = run.root / "run-1/checkpoints/a001-step-20/node-1/.aside-0123456789ab-x"
+    aside.parent.mkdir(parents=True)
+    aside.touch()
+    assert prune_to(run.store, "run-1", 1) == []
+    run.log.end(1, "writer-1", succeeded=False, fault="infrastructure")
+    assert prune_to(run.store, "run-1", 1) == ["a001-step-20"]
+    assert (kept(run), aside.exists()) == (["a001-step-10"], False)
+
+
 def test_unfinished_writes_of_the_dead_are_ended(run):
     run.save(10)
     run.begin(2)

@@ -4,6 +4,7 @@ than the first in `node-<rank>/` there. From the nodes while they stand, from th
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from mgpu.run.record.session import Session
 from mgpu.words import amount, count
 
 FOLDER = "mgpu-runs"
+_STORED = re.compile(r"(?:a(?P<attempt>[0-9]+)/)?(?P<rank>[0-9]+)/(?P<path>.+)")  # below outputs/ in the store
 LARGE = 100 << 20  # bytes of one node that are told before they are fetched, because they take their time
 
 
@@ -180,7 +182,7 @@ def from_store(session: Session, request: Request) -> None:
 
 
 def pull(record: Record, to: Path) -> tuple[int, int]:
-    """Fetches the run's outputs from its store; how many files and bytes. Those that are here whole stay as they are.
+    """Fetches the outputs of the run's newest attempt that has any in its store; how many files and bytes.
 
     Raises:
         InputError: the run has no store, or it does not answer; this disk does not work.
@@ -192,15 +194,14 @@ def pull(record: Record, to: Path) -> tuple[int, int]:
     prefix, files, size = f"{record.run_id}/outputs/", 0, 0
     try:
         store = operator_store.for_record(record.store, record)
-        for found in store.list(prefix):
-            rank, _, path = found.key.removeprefix(prefix).partition("/")
-            local = place(to, int(rank), path)
+        for rank, path, key in _of_newest([found.key for found in store.list(prefix)], prefix):
+            local = place(to, rank, path)
             local.parent.mkdir(parents=True, exist_ok=True)
-            whole = store.stat(found.key)
+            whole = store.stat(key)
             if whole is None:
                 continue
-            checksum = whole.crc64nvme or store.checksum(found.key, whole.size)
-            store.get_file(found.key, local, size=whole.size, crc64nvme=checksum)
+            checksum = whole.crc64nvme or store.checksum(key, whole.size)
+            store.get_file(key, local, size=whole.size, crc64nvme=checksum)
             files, size = files + 1, size + whole.size
     except (StoreError, ValueError) as error:
         raise InputError(f"the outputs of run {record.run_id} cannot be read", str(error)) from error
@@ -209,3 +210,14 @@ def pull(record: Record, to: Path) -> tuple[int, int]:
             f"{to} cannot be written: {error.strerror}", str(error), "Name another folder: `--to`."
         ) from error
     return files, size
+
+
+def _of_newest(keys: Iterable[str], prefix: str) -> list[tuple[int, str, str]]:
+    """Node, path and key of the newest attempt's outputs. Those without an attempt, which agents of an older mgpu have
+    left, count as older than all others. Raises ValueError for a key that is no output's."""
+    attempts: dict[int, list[tuple[int, str, str]]] = {}
+    for key in keys:
+        if (named := _STORED.fullmatch(key.removeprefix(prefix))) is None:
+            raise ValueError(f"{key!r} is no output of a node")
+        attempts.setdefault(int(named["attempt"] or 0), []).append((int(named["rank"]), named["path"], key))
+    return attempts[max(attempts)] if attempts else []

@@ -177,3 +177,8 @@ def last_save_s(record: Record) -> float:
     """What one more save may take by what the last one took; 0: there was none."""
     lasted_s = record.saves.get("save_s", 0.0)
     return need([lasted_s], 0.0, None).save_s if lasted_s else 0.0
+
+
+def drain_s(record: Record, times: Timeouts) -> float:
+    """What the agents have for the uploads that are left: `drain_s`, or more where uploads are known to take longer."""
+    return max(times.drain_s, record.saves.get("drain_s", 0.0))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault
+from mgpu_train.agent.status.status import AgentStatus, Fault
 
 from mgpu.errors import StackError
 from mgpu.events import CheckpointCommitted, MetricsSampled, Note, SpendChanged, Warned
@@ -117,7 +117,7 @@ class Supervisor:
             self._stop(None, verdict.reason, now=verdict.now, lost=bool(verdict.lost))
         if self._wants_to_leave() or self._needs_nothing(verdict):
             return Ended(False, left=True)
-        if self._stop_by is not None and self._clock() > self._stop_by:
+        if self._stop_by is not None and self._clock() > self._stop_by + self._longer_s():
             return self._ended(self._late(self._explained(verdict)))
         return None
 
@@ -270,7 +270,7 @@ class Supervisor:
         interruptions.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
         done = status.checkpoint
-        record.saves = _saves(done)
+        record.saves = _saves(status)
         if done.committed_id and done.committed_id != record.checkpoint_id:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
             self._session.tell(CheckpointCommitted, checkpoint_id=done.committed_id, step=done.committed_step)
@@ -299,6 +299,13 @@ class Supervisor:
     def _say_that_it_is_to_stop(self) -> None:
         with suppress(OSError, StackError):
             shared.ask_to_stop(self._session.record.run_id)
+
+    def _longer_s(self) -> float:
+        """Seconds beyond `drain_s` that an agent says its last uploads get; none where the others wait for it."""
+        if self._stop_level == HURRY:
+            return 0.0
+        told = [each.status.drain_s or 0.0 for each in self._fleet.monitors if each.status is not None]
+        return max(0.0, max(told, default=0.0) - self._session.timeouts.drain_s)
 
     def _wants_to_leave(self) -> bool:
         """The first signal asks, where there is somebody to ask, and stops; a second one leaves, whatever stops it."""
@@ -348,8 +355,9 @@ class Supervisor:
         self._fleet.stop(level)
 
 
-def _saves(done: CheckpointStatus) -> dict[str, float]:
+def _saves(status: AgentStatus) -> dict[str, float]:
     """What a record keeps of an attempt's saves."""
-    newest = {"stall_s": done.stall_s, "save_s": done.save_s}
+    done = status.checkpoint
+    newest = {"stall_s": done.stall_s, "save_s": done.save_s, "drain_s": status.drain_s}
     lost = {"failed": done.failed + done.save_failed, "skipped": done.skipped + done.save_skipped}
     return {name: value for name, value in (newest | lost).items() if value}

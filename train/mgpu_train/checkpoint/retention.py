@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from mgpu_train.checkpoint.log import keys
 from mgpu_train.checkpoint.log.commit_log import CommitLog
-from mgpu_train.checkpoint.log.lines import Commit, Line, Unreadable, standing
+from mgpu_train.checkpoint.log.lines import Commit, Line, Unreadable, end_of, newest_attempt, standing
 from mgpu_train.checkpoint.log.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import problems_of
 from mgpu_train.checkpoint.threads import in_threads
@@ -65,8 +65,8 @@ def plan_prune(
 def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None = None) -> list[str]:
     """Carry a plan out: the log says what is given up before the first file goes, so nobody takes it for damage.
 
-    What no commit can claim any more goes too: parts of older attempts, and of steps that were passed over. Returns
-    the ids that are gone.
+    What no commit can claim any more goes too: parts of older attempts, of one that has written its end, and of steps
+    that were passed over. Returns the ids that are gone.
 
     Raises StoreError; what is left then goes at the next call. Where nothing may be deleted nothing is given up.
     """
@@ -155,6 +155,8 @@ def _over(name: str, log: Sequence[Line]) -> bool:
     if len(readable) < len(log):  # its commit may be what cannot be read
         return False
     attempt, step = int(found[1]), int(found[2])
-    newest = max((line.attempt for line in readable), default=0)
+    newest = newest_attempt(readable)
+    if attempt < newest or end_of(readable, attempt):  # after its end an attempt commits nothing
+        return True
     ahead = [line.step for line in readable if isinstance(line, Commit) and line.attempt == attempt]
-    return attempt < newest or (attempt == newest and step < max(ahead, default=-1))
+    return attempt == newest and step < max(ahead, default=-1)

@@ -4,7 +4,8 @@ StoreError              the store cannot do what was asked; the message says wha
 ├── NoStore             the address leads nowhere: no such bucket, a malformed URL
 ├── NotFound            no object under this key
 ├── Denied              credentials are missing or wrong, or do not allow this
-│   └── Expired         they were good, and are no more: others may be to be had
+│   ├── Expired         they were good, and are no more: others may be to be had
+│   └── NoCredentials   there are none here, or whoever gives them does not answer: they may come
 ├── Unavailable         network, throttling, a full disk: later it may work
 │   └── Ambiguous       a conditional put may or may not have been done: read back
 └── Damaged             what the store holds is not what was written
@@ -43,6 +44,10 @@ class Denied(StoreError):
 
 class Expired(Denied):
     """The credentials were good once."""
+
+
+class NoCredentials(Denied):
+    """There are no credentials here now."""
 
 
 class Unavailable(StoreError):

@@ -15,6 +15,12 @@ from mgpu_train.store.base import ASIDE, PIECE, Denied, NotFound, Progress, Stor
 from mgpu_train.store.crc import to_hex
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# what a file server that restarts or moves answers, a network that is away, and a system that is short of something
+_PASSING = frozenset({
+    errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ENOTCONN, errno.ESHUTDOWN,
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+})  # fmt: skip
 
 
 @contextmanager
@@ -37,6 +43,8 @@ def meaning(what: str, error: OSError) -> StoreError:
         return Denied(f"{reason}. Use a folder that can be written.")
     if error.errno in _FULL:
         return Unavailable(f"{reason}. Free some space, or use another folder.")
+    if error.errno in _PASSING:
+        return Unavailable(f"{reason}. Look whether the folder's file system answers, and try again later.")
     if error.errno == errno.ELOOP:
         return StoreError(f"{what}: it is a symbolic link, and those are not followed")
     return StoreError(reason)

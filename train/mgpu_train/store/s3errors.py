@@ -10,7 +10,17 @@ from urllib.parse import urlsplit
 from botocore import exceptions as boto
 
 from mgpu_train.store import disk
-from mgpu_train.store.base import Ambiguous, Damaged, Denied, Expired, NoStore, NotFound, StoreError, Unavailable
+from mgpu_train.store.base import (
+    Ambiguous,
+    Damaged,
+    Denied,
+    Expired,
+    NoCredentials,
+    NoStore,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
 from mgpu_train.store.bulk.engine import EXPIRED
 
 _CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "AuthFailure"}
@@ -63,7 +73,7 @@ class S3Errors:
         if isinstance(error, NoMachineRole):
             return Unavailable(f"{what}: {error}. Look whether it has one, and whether 169.254.169.254 answers.")
         if isinstance(error, _NO_CREDENTIALS):
-            return Denied(
+            return NoCredentials(
                 f"{what}: no usable credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
             )
         if isinstance(error, boto.SSLError):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.phases.outputs import key
 from mgpu_train.config import OutputFile, OutputList
 from mgpu_train.store import open_store
 
@@ -171,9 +172,9 @@ def test_a_disk_that_cannot_be_written_ends_nothing(run):
 @pytest.fixture
 def stored(world, tmp_path):
     store = open_store(f"file://{tmp_path / 'store'}")
-    store.put("run-1/outputs/0/runs/log", b"a")
-    store.put("run-1/outputs/1/runs/log", b"bb")
-    store.put("run-10/outputs/0/other", b"x")
+    store.put(key("run-1", 2, 0, "runs/log"), b"a")
+    store.put(key("run-1", 2, 1, "runs/log"), b"bb")
+    store.put(key("run-10", 1, 0, "other"), b"x")
     return world.record("run-1", store=store.url)
 
 
@@ -183,6 +184,30 @@ def test_they_come_from_the_store_to_the_same_places(stored, mgpu, world):
     done = mgpu("outputs", "run-1", "--to", "elsewhere")
     assert "2 files (3 B) in elsewhere" in done.out
     assert here(world.folder / "elsewhere") == {"runs/log": "a", "node-1/runs/log": "bb"}
+
+
+def test_those_of_the_newest_attempt_come_whoever_was_last(stored, mgpu, world):
+    """A node of an older attempt may be cut off, live on, and end last; an older mgpu's attempts share a folder."""
+    store = open_store(stored.store)
+    store.put(key("run-1", 1, 0, "runs/log"), b"stale")
+    store.put(key("run-1", 1, 0, "of-attempt-1"), b"stale")
+    store.put("run-1/outputs/0/older", b"older")
+    assert mgpu("outputs", "run-1", "--json").json["files"] == 2
+    assert here(world.folder / "mgpu-runs" / "run-1" / "outputs") == {"runs/log": "a", "node-1/runs/log": "bb"}
+    store.put(key("run-1", 1000, 0, "runs/log"), b"newest")
+    assert mgpu("outputs", "run-1", "--to", "new").code == 0
+    assert here(world.folder / "new") == {"runs/log": "newest"}
+
+
+def test_what_an_older_mgpu_has_stored_comes(mgpu, world, tmp_path):
+    store = open_store(f"file://{tmp_path / 'older'}")
+    store.put("run-1/outputs/0/a001/log", b"a")
+    store.put("run-1/outputs/12/log", b"b")
+    world.record("run-1", store=store.url)
+    assert mgpu("outputs", "run-1").code == 0
+    assert here(world.folder / "mgpu-runs" / "run-1" / "outputs") == {"a001/log": "a", "node-12/log": "b"}
+    store.put("run-1/outputs/notes", b"mine")
+    assert "run-1/outputs/notes" in mgpu("outputs", "run-1").err
 
 
 def test_a_store_without_any_says_so(world, mgpu, tmp_path):

@@ -22,7 +22,7 @@ from mgpu.run.record.record import Interruption, Spent, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import remote_tail
 from mgpu.run.supervision.fleet_monitor import FleetMonitor
-from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap
+from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, drain_s
 from mgpu.run.supervision.metrics import collect
 from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
 from mgpu.run.supervision.supervisor import SETTLE_S, Supervisor
@@ -624,6 +624,16 @@ def test_a_stop_waits_for_what_the_last_save_took(watch, save_s, most_s):
     watch.world.nodes[0].says(Phase.TRAINING, checkpoint=CheckpointStatus(save_s=save_s))
     watch.at(3, watch.signal).run()
     assert most_s - 20 < watch.elapsed < most_s
+
+
+def test_a_stop_waits_for_uploads_that_are_known_to_take_longer(watch):
+    for node in watch.world.nodes:
+        node.ends_when_stopped = False
+    first, _ = watch.world.nodes
+    watch.at(2, lambda: first.says(Phase.TRAINING, drain_s=15.0))
+    watch.at(3, watch.signal).run()
+    assert 3 + 5 + 15 <= watch.elapsed < 3 + 5 + 15 + 20
+    assert drain_s(watch.session.record, watch.timeouts) == 15, "`mgpu stop` knows it, too"
 
 
 def test_a_signal_without_a_terminal_stops(watch):

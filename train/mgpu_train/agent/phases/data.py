@@ -1,11 +1,19 @@
-"""The run's `data:` items: files that a node fetches before the launcher starts, and keeps for its later attempts."""
+"""The run's `data:` items: files that a node fetches before the launcher starts, and keeps for its later attempts.
+
+Several nodes, and runs, may see one folder (NFS, a volume): each fetches under names of its own, and who is last gives
+a file its name once more, with the same bytes in it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -39,17 +47,16 @@ def fetch_data(attempt: Attempt, item: DataItem) -> None:
         for stat in found:
             if problem := key_problem(stat.key):
                 raise AttemptFailed(Fault.USER, f"data: the object {stat.key[:80]!r} {problem}")
-        fetched = _Fetched(into)
+        fetched, own = _Fetched(into), _own(attempt)
         missing = [stat for stat in found if not fetched.has(stat)]
-        for left in {(into / stat.key).parent for stat in missing}:
-            for path in left.glob(f"{ASIDE}*"):  # of an attempt that ended meanwhile
-                path.unlink(missing_ok=True)
+        for folder in {(into / stat.key).parent for stat in missing}:
+            _sweep(folder, own, attempt.times.prepare_s)
         _require_room(into, item.source, missing)
         size = sum(stat.size for stat in found) >> 20
         kept = f", {count(len(found) - len(missing), 'file')} of them kept" if len(missing) < len(found) else ""
         attempt.say(f"data: {count(len(found), 'file')}, {size} MiB, from {item.source}{kept}")
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(lambda stat: _fetch(store, stat, fetched), missing))
+            list(pool.map(lambda stat: _fetch(store, stat, fetched, own), missing))
     except (NoStore, NotFound) as error:
         raise AttemptFailed(Fault.USER, f"data: {item.source}: {error}") from error
     except (StoreError, OSError) as error:
@@ -97,13 +104,26 @@ def _require_room(into: Path, source: str, missing: Sequence[Stat]) -> None:
         )
 
 
-def _fetch(store: Store, stat: Stat, fetched: _Fetched) -> None:
+def _own(attempt: Attempt) -> str:
+    """What is in the names of all that this node of this run has not fetched whole."""
+    return hashlib.sha256(f"{attempt.job.run_id}/{attempt.job.node_rank}".encode()).hexdigest()[:12]
+
+
+def _sweep(folder: Path, own: str, old_s: float) -> None:
+    """Removes what attempts that ended meanwhile have left: this node's at once, others' once nobody can be at it."""
+    for path in folder.glob(f"{ASIDE}*"):
+        with suppress(FileNotFoundError):  # it has got its name, or another node sweeps
+            if own in path.name or time.time() - path.stat().st_mtime > old_s:
+                path.unlink()
+
+
+def _fetch(store: Store, stat: Stat, fetched: _Fetched, own: str) -> None:
     path = fetched.folder / stat.key
     path.parent.mkdir(parents=True, exist_ok=True)
     known = store.stat(stat.key)
     # an object that was uploaded without this checksum is read twice
     crc64nvme = (known.crc64nvme if known else None) or store.checksum(stat.key, stat.size)
-    aside = path.with_name(f"{ASIDE}{path.name}")
+    aside = path.with_name(f"{ASIDE}{own}{os.urandom(3).hex()}-{path.name}")
     store.get_file(stat.key, aside, size=stat.size, crc64nvme=crc64nvme)
     disk.flush(aside)  # before it has its name: that alone tells a later attempt that it is whole
     aside.replace(path)

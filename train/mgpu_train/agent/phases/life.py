@@ -105,7 +105,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     )
     ended = Watch(attempt, uploads, resumed_step).run(started)
     failure = _drain(attempt, uploads, ended)
-    _keep_outputs(attempt)
+    _keep_outputs(attempt, fenced=uploads is not None and uploads.fenced is not None)
     return failure
 
 
@@ -240,10 +240,11 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
 
 def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -> None:
     """Waits until the uploads are through; not longer than the deadline, the machine or an operator in haste allows."""
-    times, begin = attempt.times, time.monotonic()
+    times, begin, drain_s = attempt.times, time.monotonic(), uploads.drain_s()
+    longer: dict[str, Any] = {"drain_s": drain_s} if drain_s > times.drain_s else {}
     # a peer may be slow: when all went well, nothing is given up before the deadline
-    patience_s = times.peers_s if certain else times.drain_s
-    end = begin + times.drain_s
+    patience_s = times.peers_s if certain else drain_s
+    end = begin + drain_s
     if certain is not None and attempt.going is not None:
         end = min(end, attempt.going.at)
         patience_s = min(patience_s, max(0.0, end - begin))
@@ -253,17 +254,24 @@ def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -
         if attempt.stop.now and not hurried:
             hurried, end = True, min(end, time.monotonic() + times.stop_grace_s)
             uploads.hurry()
-        if uploads.ended(times.poll_s) or time.monotonic() >= end:
+        if uploads.ended(times.poll_s):
             return
-        attempt.tick(checkpoint=uploads.status)
+        if time.monotonic() >= end:
+            if end == begin + drain_s:
+                before = uploads.status.problem
+                late = f"what was left to upload took more than {drain_s:.4g} s (drain_s)"
+                uploads.note(problem=f"{before}; {late}" if before else late)
+            return
+        attempt.tick(checkpoint=uploads.status, **longer)
 
 
-def _keep_outputs(attempt: Attempt) -> None:
-    """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows."""
+def _keep_outputs(attempt: Attempt, *, fenced: bool) -> None:
+    """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows. Those of an
+    attempt that was `fenced` nobody will ask for in the store."""
     if not attempt.job.outputs:
         return
     target, times = attempt.job.checkpoint, attempt.times
-    kept = outputs.Kept(target.to if target else None)
+    kept = outputs.Kept(target.to if target and not fenced else None)
     work, end, hurried = _begin(lambda: outputs.keep(attempt, kept)), time.monotonic() + times.outputs_s, False
     while not wait([work], timeout=times.poll_s).done:
         if attempt.stop.now and not hurried:
@@ -308,7 +316,8 @@ def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFaile
 
 def _of_peers(attempt: Attempt, checkpoint_store: AttemptStore) -> AttemptFailed | None:
     """What keeps a good end of this node from being the attempt's; silence does, too."""
-    end = time.monotonic() + attempt.times.drain_s + (attempt.times.outputs_s if attempt.job.outputs else 0.0)
+    drain_s = attempt.report.status.drain_s or attempt.times.drain_s
+    end = time.monotonic() + drain_s + (attempt.times.outputs_s if attempt.job.outputs else 0.0)
     for rank in range(1, attempt.job.nodes):
         while True:
             last = attempt.stop.now or time.monotonic() > end

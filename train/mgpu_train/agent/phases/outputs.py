@@ -1,7 +1,8 @@
 """Files that the run file names as outputs, brought to safety when an attempt has ended, however it did.
 
 They are linked into the run's folder, where a list of them tells the operator what to fetch, and uploaded beside the
-run's checkpoints: `<run>/outputs/<node_rank>/<path>`. An attempt ends as it ended, whatever becomes of them.
+run's checkpoints: `<run>/outputs/a<attempt>/<node_rank>/<path>`, each attempt's for themselves: a machine of an older
+one may live on, and end last. An attempt ends as it ended, whatever becomes of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _AT_ONCE = 8  # uploads
 class Kept:
     """What became of them so far; read by others while it grows."""
 
-    to: str | None = None  # the store
+    to: str | None = None  # the store; None: they are kept here alone
     files: list[OutputFile] = field(default_factory=list)
     uploaded: int = 0
     problems: list[str] = field(default_factory=list)
@@ -43,9 +44,9 @@ class Kept:
         return "; ".join([told, *stored, *self.problems[:3]])
 
 
-def key(run_id: str, node_rank: int, path: str) -> str:
+def key(run_id: str, attempt: int, node_rank: int, path: str) -> str:
     """Under which the store has an output of a node."""
-    return f"{run_id}/outputs/{node_rank}/{path}"
+    return f"{run_id}/outputs/a{attempt:03d}/{node_rank}/{path}"
 
 
 def found(work: Path, patterns: Iterable[str]) -> dict[str, list[str]]:
@@ -107,7 +108,7 @@ def keep(attempt: Attempt, kept: Kept) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
     _list(attempt, kept)
-    if job.checkpoint is not None and kept.files and not kept.cancelled.is_set():
+    if job.checkpoint is not None and kept.to is not None and kept.files and not kept.cancelled.is_set():
         store = open_store(
             job.checkpoint.to,
             attempt.secrets.store,
@@ -143,7 +144,7 @@ def _upload(attempt: Attempt, store: Store, folder: Path, kept: Kept) -> None:
     job = attempt.job
 
     def one(path: str) -> None:
-        name = key(job.run_id, job.node_rank, path)
+        name = key(job.run_id, job.attempt, job.node_rank, path)
         if kept.cancelled.is_set():
             return
         try:

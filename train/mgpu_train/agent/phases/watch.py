@@ -174,6 +174,8 @@ class Watch:
         if self._uploads is not None:
             self._tell_saves(self._uploads)
             changes["checkpoint"] = self._uploads.status
+            drain_s = self._uploads.drain_s()
+            changes["drain_s"] = drain_s if drain_s > self._attempt.times.drain_s else None
         self._peers.vouch(self._liveness.until)
         quiet = self._quiet(now)
         changes |= {

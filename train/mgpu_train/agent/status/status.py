@@ -56,7 +56,7 @@ class CheckpointStatus(Model):
 
 
 LEASE_ENDS = "lease"
-_LATER = ("starved", "damaged")  # keys of `AgentStatus` that operators of before refuse
+_LATER = ("starved", "damaged", "drain_s")  # keys of `AgentStatus` that operators of before refuse
 
 
 class Notice(Model):
@@ -122,6 +122,10 @@ class AgentStatus(Model):
         default=False, description="they are over, but some nodes were never heard here: the operator judges"
     )
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
+    drain_s: float | None = Field(
+        default=None,
+        description="seconds that the last uploads get, where they are known to take longer than `timeouts.drain_s`",
+    )
     notice: Notice | None = Field(default=None, description="the machine is about to be taken")
     at_risk_since: float | None = Field(
         default=None, description="the provider's hint that it may take the machine soon, which is no notice: when"

@@ -20,7 +20,7 @@ from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.retention import plan_prune, prune
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import CheckpointTarget
-from mgpu_train.store import NotFound, Store, StoreError, Unavailable, open_store
+from mgpu_train.store import Expired, NoCredentials, NotFound, Store, StoreError, Unavailable, open_store
 
 _MAX_ANNOUNCEMENT = 1024  # bytes
 _MAX_META = 1 << 20  # bytes
@@ -186,7 +186,10 @@ class AttemptStore:
         except (CheckpointStoreError, NewerAttempt):
             raise
         except (StoreError, OSError) as error:
-            problem, passing = str(error), isinstance(error, Unavailable | OSError)
+            if isinstance(error, NoCredentials):  # botocore looks for them once, when a store is opened
+                self._store = None
+            # an operator renews credentials, a machine's role comes back
+            problem, passing = str(error), isinstance(error, Unavailable | Expired | NoCredentials | OSError)
             raise CheckpointStoreError(self._attempt.public(problem), passing=passing) from error
         except Exception as error:  # a bug costs this save, not all that follow
             problem = f"{type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mgpu_train.agent.attempt.save_budget import FACTOR
 from mgpu_train.agent.status.log import clean
 from mgpu_train.agent.status.status import CheckpointStatus
 from mgpu_train.agent.uploads.saves import ALONE, ALONE_IDLE, KEPT, KEPT_IDLE, tidy
@@ -102,6 +103,7 @@ class Uploads:
         self._draining = threading.Event()
         self._hurried = threading.Event()
         self._patience_s = times.peers_s
+        self._newer_waits_s = times.peers_s  # how long the parts of others may keep a newer save waiting
         self._lock = threading.Lock()  # of what follows
         self._looking = threading.Lock()  # both threads look and delete, one at a time
         self._status = CheckpointStatus()
@@ -111,6 +113,7 @@ class Uploads:
         self._told_room = False
         self._began: float | None = None  # when the one in flight was taken
         self._took_s: float | None = None  # what the last one took
+        self._held_s = 0.0  # how long it had waited for node 0's word
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.fenced: str | None = None
 
@@ -139,6 +142,11 @@ class Uploads:
         if took_s is None or began is None:
             return took_s
         return took_s + max(0.0, began + took_s - self._clock())
+
+    def drain_s(self) -> float:
+        """Seconds that what is left gets once the launcher has ended: `drain_s`, or more where uploads take longer,
+        here or on the nodes that node 0 waits for."""
+        return max(self._times.drain_s, FACTOR * ((self.expect_s() or 0.0) + self._held_s))
 
     def ended(self, wait_s: float) -> bool:
         """Waits so long; True when everything is done."""
@@ -214,16 +222,20 @@ class Uploads:
             self._insist("announcing the end", lambda: self._checkpoint_store.announce(end), tries=5)
 
     def _follow(self) -> None:
-        since: float | None = None  # when it began to wait for node 0
+        since: float | None = None  # when it began to wait for node 0 in the drain
+        held: float | None = None  # ... for its next announcement, while a newer save is here
         while True:
             draining, last = self._draining.is_set(), self._hurried.is_set()  # before the look: haste leaves one more
             newest = self.look()
             said = self._announced() if newest > self._taken else None
             # node 0 may be ahead: what it asks for is finished here soon, unless nothing more comes
             if said is not None and self._taken < said.step and (said.step <= newest or draining):
+                self._held_s = self._clock() - held if held is not None else 0.0
                 self._take(said.step, said.final)
-                since = None
+                since = held = None
                 continue
+            if newest > self._taken and held is None:
+                held = self._clock()
             if draining and (newest <= self._taken or (said is not None and said.final)):
                 return
             if draining:
@@ -280,7 +292,11 @@ class Uploads:
         return True
 
     def _commit(self, step: int) -> bool:
-        """Commits as soon as all parts are there. What keeps a newer save waiting gets `peers_s`, also in the drain."""
+        """Commits as soon as all parts are there. What keeps a newer save waiting gets `peers_s`, also in the drain.
+
+        Where that was too short it is doubled for the next save, else a node that takes longer for its part is one save
+        behind for ever; after a commit it is twice what this one took.
+        """
         begin = self._clock()
         found: list[str | None] = []
         while True:
@@ -289,18 +305,28 @@ class Uploads:
                 return False
             if (checkpoint_id := found[-1]) is not None:
                 self.note(committed_step=step, committed_id=checkpoint_id)
+                self._newer_waits_s = max(self._times.peers_s, 2 * (self._clock() - begin))
                 self._measure()
                 self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
                 self._prune()
                 return True
             newer = step < self.look()
-            patience_s = self._times.peers_s if newer else self._patience_s
+            patience_s = self._patience(newer)
             if last or self._clock() > begin + patience_s:
                 waited_s = min(patience_s, self._clock() - begin)
                 self._trouble(f"step-{step}: other nodes' parts are missing after {waited_s:.3g} s")
                 if newer or self._draining.is_set():  # else there is nothing better to do than to wait on
+                    self._newer_waits_s = 2 * patience_s
                     return False
             self._pause(self._times.poll_s)
+
+    def _patience(self, newer: bool) -> float:
+        """Seconds that the parts of others may take, by whether a newer save waits."""
+        if not newer:
+            return self._patience_s
+        if self._draining.is_set():  # the last save has to find time, too
+            return max(self._times.peers_s, min(self._newer_waits_s, self._patience_s))
+        return self._newer_waits_s
 
     def _look_for_room(self, name: str, path: Path) -> None:
         """The next one is written beside this one: a disk that has no room for it is told, once, before it is full."""

@@ -74,20 +74,23 @@ class CommitLog:
 
         Raises NotFound, and Damaged when the entry is not the one that was committed.
         """
-        manifest = self.manifest_at(commit.seq, commit.checkpoint_id)
-        if manifest.sha256() != commit.manifest_sha256:
+        entry = self._checkpoint_at(commit.seq, commit.checkpoint_id)
+        if entry.manifest_sha256 != commit.manifest_sha256:
             raise Damaged(f"entry {commit.seq} of the commit log has another manifest than the index says")
-        return manifest
+        return entry.manifest
 
     def manifest_at(self, seq: int, checkpoint_id: str) -> Manifest:
         """The manifest in entry `seq`, which is to be this checkpoint's; nothing else of the log is read.
 
         Raises NotFound, and Damaged when it is another one's.
         """
+        return self._checkpoint_at(seq, checkpoint_id).manifest
+
+    def _checkpoint_at(self, seq: int, checkpoint_id: str) -> CheckpointEntry:
         entry = self._reader.entry(seq)
         if not isinstance(entry, CheckpointEntry) or entry.manifest.checkpoint_id != checkpoint_id:
             raise Damaged(f"entry {seq} of the commit log is not the checkpoint {checkpoint_id}")
-        return entry.manifest
+        return entry
 
     def newest_attempt(self) -> int:
         """The newest attempt that has begun; 0: none."""
@@ -171,7 +174,8 @@ class CommitLog:
         """Commit a checkpoint; again for the same one: what stands of it.
 
         Raises:
-            Fenced: the manifest's attempt is not the newest one, or not this writer's.
+            Fenced: the manifest's attempt is not the newest one, not this writer's, or has written its end: from then
+                on what it did not commit may be removed.
             StepBack: its attempt has committed this step or a later one.
             StoreError: the store does not work. Whether it is committed is then unknown: call again.
         """
@@ -180,7 +184,11 @@ class CommitLog:
 
         def decide(log: list[Line]) -> Commit | CheckpointEntry:
             self._check_fence(log, manifest.attempt, writer)
-            return self._committed(log, manifest) or CheckpointEntry(
+            if stands := self._committed(log, manifest):
+                return stands
+            if lines.end_of(log, manifest.attempt):
+                raise Fenced(f"attempt {manifest.attempt} of run {self._run_id} has written its end")
+            return CheckpointEntry(
                 seq=len(log),
                 attempt=manifest.attempt,
                 writer=writer,
