@@ -17,7 +17,7 @@ from mgpu_train.store.crc import to_hex
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # what a file server that restarts or moves answers, a network that is away, and a system that is short of something
 _PASSING = frozenset({
-    errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTDOWN,
+    errno.ESTALE, errno.EIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ENOTCONN, errno.ESHUTDOWN,
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 })  # fmt: skip
