@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 PROJECT = "mgpu"
 """The name of the Pulumi project in a checkout of mgpu. A folder that `mgpu init` made has a name of its own."""
 
@@ -20,3 +22,9 @@ def fleet_name(project: str, stack: str) -> str:
     have a stack `dev`, and the guard of one must never take the machines of the other. Names of runs are random.
     """
     return stack if project in (PROJECT, RUNS_PROJECT) else f"{project}-{stack}"
+
+
+def file_name(owner: str, fleet: str) -> str:
+    """How this machine's files are named after a fleet: stacks of two backends may have the same name, and machines of
+    two owners."""
+    return f"{fleet}@{hashlib.sha256(owner.encode()).hexdigest()[:12]}"

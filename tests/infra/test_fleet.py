@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ from mgpu.iac.types import contact, fleet, generations, sweep
 from mgpu.iac.types.fleet_model import Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
+from mgpu.journal import Journal
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest, FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
 
@@ -68,6 +70,12 @@ def again(wire, here, made, **changes):
     resource_id, old_inputs, old = made
     new = wire.inputs(here, WANTED | changes, old_inputs)
     return wire.diff(here, old_inputs, old, new), lambda: wire.update(here, resource_id, old, new)
+
+
+def journal_of(xdg):
+    """The file that stack `dev` has here."""
+    (path,) = (xdg / "state/mgpu/journal").glob("fleet-dev@*")
+    return path
 
 
 def partial(error: grpc.RpcError) -> provider_pb2.ErrorResourceInitFailed:
@@ -258,11 +266,41 @@ def test_what_was_cut_off_is_ended_when_the_requirements_changed_since(wire, her
 
 
 def test_a_gang_that_was_made_where_the_journal_is_not_is_ended_too(wire, here, made, fake, xdg):
-    (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()
+    journal_of(xdg).unlink()
     other = wire.inputs(here, WANTED | {"leaseMinutes": 30})
     outputs = from_struct(wire.create(here, other).properties)
     assert fake.running == set(ids(outputs))
     assert outputs["generation"] == 2
+
+
+def test_another_backends_stack_of_this_name_has_machines_of_its_own(wire, here, made, fake):
+    theirs = wire.inputs(here, WANTED | {"owner": "o-of-the-team", "sshPublicKey": "ssh-ed25519 BBBB y"})
+    answer = wire.create(here, theirs)
+    outputs = from_struct(answer.properties)
+    assert fake.running == {*ids(made[2]), *ids(outputs)}
+    wire.delete(here, answer.id, outputs)
+    again = from_struct(wire.create(here, made[1]).properties)
+    assert ids(again) == ids(made[2]), "the end of one uses up no generation of the other"
+
+
+def test_a_journal_that_owners_shared_is_gone_on_from(wire, here, made, fake, xdg):
+    own, shared = journal_of(xdg), xdg / "state/mgpu/journal/fleet-dev.jsonl"
+    own.rename(shared)
+    theirs = wire.inputs(here, WANTED | {"owner": "o-of-the-team"})
+    outputs = from_struct(wire.create(here, theirs).properties)
+    assert fake.running == {*ids(made[2]), *ids(outputs)}
+    again = from_struct(wire.create(here, made[1]).properties)
+    assert ids(again) == ids(made[2])
+    assert stat.S_IMODE(own.stat().st_mode) == 0o600
+
+
+def test_what_another_owner_began_is_not_open_here(tmp_path):
+    shared = tmp_path / "journal/fleet-dev.jsonl"
+    with Journal(shared) as entries:
+        for owner in ("mine", "theirs"):
+            entries.append("intent", token=owner, owner=owner, offer={"provider": "fake"})
+            entries.append("created", token=owner)
+    assert [each.token for each in generations.begun(tmp_path, "mine", "dev")] == ["mine"]
 
 
 def test_a_fleet_after_a_destroyed_one_is_a_new_generation(wire, here, made, fake):
@@ -623,7 +661,7 @@ def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wir
     resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
     first = wire.update(here, resource_id, outputs, inputs)
-    (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()  # it was done on another machine
+    journal_of(xdg).unlink()  # it was done on another machine
     again = wire.update(here, resource_id, outputs, inputs)  # state never heard of it
     assert ids(again)[1] == ids(outputs)[1] == ids(first)[1]
     assert fake.running == set(ids(again))
@@ -943,7 +981,7 @@ def test_machines_of_a_create_that_was_cut_off_are_what_the_plan_lacks(here, wir
     inputs, whole = wire.inputs(here, WANTED), fake.offers
     call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
     begun = {"fleet": "another", "generation": 9, "offer": {"provider": fake.name}}
-    generations.open_journal(tmp_path, inputs["name"]).append("intent", token="t", **begun)
+    generations.open_journal(tmp_path, inputs["owner"], inputs["name"]).append("intent", token="t", **begun)
     asked = list[int]()
 
     def sold_out(requirements: Requirements) -> Offers:
@@ -971,6 +1009,8 @@ def test_a_guard_does_not_need_an_earlier_provider_that_was_asked_for_nothing(wi
     monkeypatch.setattr("mgpu.iac.types.guard.sweep", swept)
     FleetGuardHandler(Timeouts()).delete(call, resource_id, old)
     assert "the key has expired" in str(said)
-    generations.open_journal(tmp_path, state["fleet"]).append("intent", token="t", offer={"provider": "other"})
+    generations.open_journal(tmp_path, state["owner"], state["fleet"]).append(
+        "intent", token="t", offer={"provider": "other"}
+    )
     with pytest.raises(AuthError):
         FleetGuardHandler(Timeouts()).delete(call, resource_id, old)

@@ -125,7 +125,7 @@ class FleetHandler:
         state = provider.describe(fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
-            generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+            generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
             return None
         seen = fleet.seen(fleet.handle, state)
         return ReadResult(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
@@ -158,7 +158,7 @@ class FleetHandler:
         """Ends every machine and waits until the provider says so."""
         fleet = FleetOutputs.model_validate(old)
         acquire.destroy(fleet.rented_from(), fleet.handle, timeouts=self._timeouts, emit=call.emit)
-        generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+        generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
 
     def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
         """Ends the machines of the ranks from `nodes` on; machines lost among them are ended too, which is harmless."""
@@ -224,11 +224,11 @@ class FleetHandler:
         fleet: FleetOutputs | None = None,
     ) -> Acquired:
         """Rents under the next generation; ends machines in its way of which this machine's journal does not know."""
-        folder = call.settings.state_dir
+        fleets = call.settings.state_dir, wanted.owner, wanted.name
 
         def under_the_next() -> Acquired:
-            generation = generations.next_one(folder, wanted.name, fleet.generation if fleet else 0)
-            with generations.open_journal(folder, wanted.name) as journal:
+            generation = generations.next_one(*fleets, fleet.generation if fleet else 0)
+            with generations.open_journal(*fleets) as journal:
                 return rent(generation, journal)
 
         try:

@@ -76,7 +76,8 @@ class FleetGuardHandler:
         all of them were looked at; an earlier one that cannot be asked is told, where nothing that it was asked for is
         open."""
         failures = list[MgpuError]()
-        open_at = {each.provider for each in generations.begun(call.settings.state_dir, old["fleet"])}
+        begun = generations.begun(call.settings.state_dir, old["owner"], old["fleet"])
+        open_at = {each.provider for each in begun}
         for place, each in enumerate((_seller(old), *old.get("earlier", ()))):
             try:
                 provider = registry.get(each["provider"], each["options"])

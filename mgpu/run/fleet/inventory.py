@@ -268,7 +268,7 @@ def _left(inputs: dict[str, Any]) -> bool:
     """As FleetGuard has it: it goes without the answer of one that it had before, where nothing is open."""
     if _BEFORE not in inputs:
         return False
-    begun = generations.begun(paths.state_dir(), str(inputs["fleet"]))
+    begun = generations.begun(paths.state_dir(), str(inputs["owner"]), str(inputs["fleet"]))
     return not any(each.provider in ("", inputs["provider"]) for each in begun)
 
 
@@ -290,4 +290,5 @@ def _earlier(resource: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a guard's fleet may have machines still: it went from there to another provider."""
     known = (resource.get("outputs") or {}).get("earlier")
     found = [each for each in known if isinstance(each, dict)] if isinstance(known, list) else []
-    return [{"fleet": resource["inputs"].get("fleet"), **each, _BEFORE: True} for each in found]
+    whose = {key: resource["inputs"].get(key) for key in ("fleet", "owner")}
+    return [{**whose, **each, _BEFORE: True} for each in found]
