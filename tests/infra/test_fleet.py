@@ -667,6 +667,39 @@ def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wir
     assert fake.running == set(ids(again))
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_repair_that_was_cut_off_in_a_full_reservation_is_done_again(wire, here, made, fake, xdg, elsewhere):
+    """What it rented, and state never heard of, has the last place; whoever repairs may have no journal of it."""
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    first = wire.update(here, resource_id, outputs, inputs)
+    if elsewhere:
+        journal_of(xdg).unlink()
+    whole = fake.offers
+
+    def left(needed):
+        found, stock = whole(needed), 2 - len(fake.running)
+        return found.model_copy(update={"offers": [each.model_copy(update={"stock": stock}) for each in found.offers]})
+
+    fake.offers = left
+    again = wire.update(here, resource_id, outputs, inputs)
+    assert ids(again)[0] == ids(outputs)[0] == ids(first)[0], "what lives is kept"
+    assert fake.running == set(ids(again))
+
+
+def test_a_repair_that_was_cut_off_is_not_billed_where_its_price_is_above_the_cap(wire, here, made, fake):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    wire.update(here, resource_id, outputs, inputs)
+    price, fake.price = fake.price, 5.0
+    with pytest.raises(grpc.RpcError, match="NoOffer") as failed:
+        wire.update(here, resource_id, outputs, inputs)
+    state = from_struct(partial(failed.value).properties)
+    assert fake.running == set(ids(state)) == {ids(outputs)[0]}
+    fake.price = price
+    assert set(ids(wire.update(here, resource_id, state, inputs))) == fake.running
+
+
 def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
     resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mgpu_train.timeouts import Timeouts
 
@@ -42,6 +43,7 @@ from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
 
+_T = TypeVar("_T")
 _UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
 _REPLACES = (
     *("name", "owner", "provider", "gpu", "gpusPerNode", "market", "regions", "maxHours", "diskGib", "options"),
@@ -82,17 +84,22 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
+        made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted))
+        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+
+    def _or_swept(
+        self, call: Call, provider: Provider, wanted: FleetInputs, rent: Callable[[], _T], keep: Sequence[str] = ()
+    ) -> _T:
+        """What is rented. Where it is refused, all else of the fleet is ended first, but the machines in `keep`: what a
+        create or repair that was cut off has made, perhaps on another machine, may be what is missing now, or be of an
+        offer that is left out by now. Whoever hears of the refusal asks another provider, or waits."""
         try:
-            made, plan = self._rented(call, provider, wanted)
+            return rent()
         except REFUSED:
-            # what a create that was cut off has made, perhaps on another machine, may be what is missing now, or be of
-            # an offer that is left out by now; whoever hears of this asks another provider: nothing stays here then
-            owner, name = wanted.owner, wanted.name
-            look = partial(sweep, call, provider, owner, name, self._timeouts)
+            look = partial(sweep, call, provider, wanted.owner, wanted.name, self._timeouts, keep=keep)
             if not acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait, call.emit):
                 raise
-            made, plan = self._rented(call, provider, wanted)
-        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+        return rent()
 
     def _rented(self, call: Call, provider: Provider, wanted: FleetInputs) -> tuple[Acquired, Plan]:
         plan = self._planned(call, provider, wanted)
@@ -179,14 +186,18 @@ class FleetHandler:
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, provider.describe(handle))
         needed = _needed_beside(fleet, wanted, len(missing))
-        plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
-        def rent(generation: int, journal: Journal) -> Acquired:
-            request = wanted.request(generation, left_s)
-            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **terms)
+        def rented() -> Acquired:
+            plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
 
-        made = self._search(call, provider, wanted, rent, fleet)
+            def rent(generation: int, journal: Journal) -> Acquired:
+                request = wanted.request(generation, left_s)
+                return acquire.repair(provider, handle, missing, request, plan.offers, journal, **terms)
+
+            return self._search(call, provider, wanted, rent, fleet)
+
+        made = self._or_swept(call, provider, wanted, rented, keep=handle.ids)
         return fleet.seen(made.handle, made.state)
 
     def _anew(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
@@ -195,13 +206,17 @@ class FleetHandler:
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         call.emit(Note(f"fleet {fleet.name}: {wanted.provider} replaces no machine alone; all are made anew"))
         acquire.destroy(provider, fleet.handle, unbilled=True, timeouts=self._timeouts, emit=call.emit)
-        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
-        def rent(generation: int, journal: Journal) -> Acquired:
-            return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
+        def rented() -> tuple[Acquired, Plan]:
+            plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
 
-        made = self._search(call, provider, wanted, rent, fleet)
+            def rent(generation: int, journal: Journal) -> Acquired:
+                return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
+
+            return self._search(call, provider, wanted, rent, fleet), plan
+
+        made, plan = self._or_swept(call, provider, wanted, rented)
         return bought(wanted, made, plan.offers, time.time())
 
     def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
