@@ -126,8 +126,22 @@ def test_check_names_settings_that_are_wrong(wire, here):
     assert (failure.property, "there is no such key" in failure.reason) == ("options", True)
 
 
-def test_two_projects_stacks_of_one_name_are_two_fleets(wire, at):
-    assert wire.inputs(at(FLEET, project="other"), WANTED)["name"] == "other-dev"
+def test_no_two_stacks_of_two_projects_are_one_fleet(wire, at, fake):
+    stood = set[str]()
+    for project, stack in (("llm", "ft-dev"), ("llm-ft", "dev"), ("llm", "dev"), ("mgpu", "llm-dev")):
+        urn = at(FLEET, project=project, stack=stack)
+        wire.create(urn, wire.inputs(urn, WANTED | {"sshPublicKey": f"ssh-ed25519 AAAA {project}"}))
+        assert stood < fake.running, "nobody ends another one's machines"
+        stood = fake.running
+
+
+def test_a_fleet_and_its_guard_keep_the_name_that_they_have(wire, at):
+    old = wire.inputs(at(FLEET, project="other"), WANTED | {"name": "other-dev"})
+    assert wire.inputs(at(FLEET, project="other"), WANTED, old) == old
+    urn = at(tokens.FLEET_GUARD, project="other")
+    guard = wire.inputs(urn, {"provider": "fake", "fleet": "other-dev"})
+    assert wire.inputs(urn, {"provider": "fake"}, guard) == guard
+    assert wire.inputs(urn, {"provider": "fake"})["fleet"] == wire.inputs(at(FLEET, project="other"), WANTED)["name"]
 
 
 # ---- create, adopt, end

@@ -20,7 +20,7 @@ from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Warned
 from mgpu.iac import tokens
 from mgpu.iac.engine import state_file
-from mgpu.iac.naming import fleet_name
+from mgpu.iac.naming import fleet_name, unmarked
 from mgpu.iac.types import generations
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, Listing, ListsReached, NodePhase
@@ -230,7 +230,7 @@ class _Users:
         found: dict[str, str] = {}
         for project, stack, fleets in self._states:
             names = (str(inputs.get("fleet") or inputs.get("name")) for inputs in fleets)
-            for fleet in (fleet_name(project, stack), *names):
+            for fleet in (fleet_name(project, stack), unmarked(project, stack), *names):
                 found.setdefault(fleet, stack)
         return found
 
