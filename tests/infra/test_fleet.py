@@ -126,6 +126,27 @@ def test_check_names_settings_that_are_wrong(wire, here):
     assert (failure.property, "there is no such key" in failure.reason) == ("options", True)
 
 
+@pytest.mark.parametrize("kind", [FLEET, tokens.FLEET_GUARD])
+@pytest.mark.parametrize(
+    ("before", "now", "differs"),
+    [
+        ({}, {"network": "auto"}, False),
+        ({}, {"network": "auto", "address": "public"}, False),
+        ({"address": "public", "network": "auto"}, {}, False),
+        ({}, {"address": "ssm"}, True),
+        ({"profile": "a"}, {}, True),
+        ({"of_an_earlier_mgpu": "x"}, {}, True),
+        ({"of_an_earlier_mgpu": "x"}, {"of_an_earlier_mgpu": "x"}, False),
+        ({}, {"network": UNKNOWN}, True),
+        ({}, UNKNOWN, True),
+    ],
+)
+def test_an_option_at_its_default_is_one_that_is_left_out(wire, at, kind, before, now, differs):
+    inputs = {"provider": "aws", "owner": "o", "image": ""}
+    found = wire.diff(at(kind), inputs | {"options": before}, {}, inputs | {"options": now})
+    assert list(found.diffs) == ["options"] * differs
+
+
 def test_no_two_stacks_of_two_projects_are_one_fleet(wire, at, fake):
     stood = set[str]()
     for project, stack in (("llm", "ft-dev"), ("llm-ft", "dev"), ("llm", "dev"), ("mgpu", "llm-dev")):

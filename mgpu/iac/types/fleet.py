@@ -35,7 +35,7 @@ from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
 from mgpu.iac.types import fleet_check, generations
-from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought
+from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought, full_options
 from mgpu.iac.types.sweep import sweep
 from mgpu.journal import Journal
 from mgpu.plan import rank
@@ -70,10 +70,12 @@ class FleetHandler:
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices.
-        Labels of an image that is yet to be built are no difference: the update looks again."""
+        Labels of an image that is yet to be built are no difference: the update looks again. Nor is an option that is
+        left out, or added by a newer mgpu, beside one at its default."""
         if has_unknown(new.get("imageLabels")):
             new = {**new, "imageLabels": old_inputs.get("imageLabels")}
         old_inputs = {"image": "", **old_inputs}  # fleets of before have none in state
+        old_inputs, new = full_options(old_inputs), full_options(new)
         lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
         return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
 
