@@ -20,14 +20,15 @@ class Begun:
 
 def history(journal: Journal, request: FleetRequest) -> tuple[list[Begun], set[str]]:
     """Intents of this generation without an end, which a process that died may have carried out; tokens undone. Those
-    of another provider, where the fleet was to be before, are that one's: its sweep ends what came of them."""
+    of another provider, where the fleet was to be before, are that one's: its sweep ends what came of them. Those of
+    another owner are of a fleet that has only the name in common."""
     provider = request.requirements.provider
     begun: dict[str, Begun] = {}
     spent: set[str] = set()
     for entry in journals.read(journal.path):
         if entry["kind"] == "intent" and (entry["fleet"], entry["generation"]) == (request.fleet, request.generation):
             intent = Intent.model_validate({name: entry[name] for name in Intent.model_fields})
-            if intent.offer.provider != provider:
+            if intent.offer.provider != provider or intent.owner != request.owner:
                 continue
             begun[intent.token] = Begun(intent, entry["at"], entry.get("hard_cap_s", request.hard_cap_s))
         elif entry["kind"] == "undone":

@@ -20,7 +20,6 @@ from pydantic.alias_generators import to_camel
 
 from mgpu.errors import MgpuError
 from mgpu.iac.failures import describe
-from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
 from mgpu.spec.load import load, loads
@@ -271,10 +270,10 @@ class Fleet(_Resource):
         opts: ResourceOptions | None = None,
     ) -> None:
         inputs = {field.name: getattr(args, field.name) for field in fields(args)}
-        name = args.name or fleet_name(pulumi.get_project(), pulumi.get_stack())
         guard_opts = ResourceOptions(provider=opts.provider, parent=opts.parent) if opts else None
-        guard = FleetGuard(f"{resource_name}-guard", args.provider, name, args.owner, args.options, guard_opts)
-        props = {**inputs, "name": name, **dict.fromkeys(FLEET_OUTPUTS)}
+        guard = FleetGuard(f"{resource_name}-guard", args.provider, args.name, args.owner, args.options, guard_opts)
+        # the guard's: it keeps the one that it has when the fleet is replaced, and sweeps by it
+        props = {**inputs, "name": guard.fleet, **dict.fromkeys(FLEET_OUTPUTS)}
         props |= {"ssh_public_key": key.public_key, "ssh_private_key_file": key.private_key_file}
         props["image_labels"] = image.labels if image else None
         from_image = not isinstance(args.provider, str) or starts_from_image(args.provider)

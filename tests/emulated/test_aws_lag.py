@@ -52,7 +52,7 @@ class Operator:
         return False
 
     def acquire(self, market: BoughtAs = "spot", generation: int = 1) -> acquire.Acquired:
-        with generations.open_journal(self.folder, "f") as entries:
+        with generations.open_journal(self.folder, "o", "f") as entries:
             clocks: Any = {"clock": self.clock, "sleep": self.sleep, "now": self.clock}
             return acquire.acquire(
                 self.provider, request(generation), [offer(market)], entries, timeouts=TIMEOUTS,
@@ -77,7 +77,8 @@ class Operator:
 
     @property
     def journalled(self) -> list[str]:
-        return [entry["kind"] for entry in journal.read(self.folder / "journal" / "fleet-f.jsonl")]
+        with generations.open_journal(self.folder, "o", "f") as entries:
+            return [entry["kind"] for entry in journal.read(entries.path)]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ from mgpu.iac.types import contact, fleet, generations, sweep
 from mgpu.iac.types.fleet_model import Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
+from mgpu.journal import Journal
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     FleetRequest,
@@ -81,6 +83,12 @@ def again(wire, here, made, **changes):
     resource_id, old_inputs, old = made
     new = wire.inputs(here, WANTED | changes, old_inputs)
     return wire.diff(here, old_inputs, old, new), lambda: wire.update(here, resource_id, old, new)
+
+
+def journal_of(xdg):
+    """The file that stack `dev` has here."""
+    (path,) = (xdg / "state/mgpu/journal").glob("fleet-dev@*")
+    return path
 
 
 def partial(error: grpc.RpcError) -> provider_pb2.ErrorResourceInitFailed:
@@ -131,8 +139,43 @@ def test_check_names_settings_that_are_wrong(wire, here):
     assert (failure.property, "there is no such key" in failure.reason) == ("options", True)
 
 
-def test_two_projects_stacks_of_one_name_are_two_fleets(wire, at):
-    assert wire.inputs(at(FLEET, project="other"), WANTED)["name"] == "other-dev"
+@pytest.mark.parametrize("kind", [FLEET, tokens.FLEET_GUARD])
+@pytest.mark.parametrize(
+    ("before", "now", "differs"),
+    [
+        ({}, {"network": "auto"}, False),
+        ({}, {"network": "auto", "address": "public"}, False),
+        ({"address": "public", "network": "auto"}, {}, False),
+        ({}, {"address": "ssm"}, True),
+        ({"profile": "a"}, {}, True),
+        ({"of_an_earlier_mgpu": "x"}, {}, True),
+        ({"of_an_earlier_mgpu": "x"}, {"of_an_earlier_mgpu": "x"}, False),
+        ({}, {"network": UNKNOWN}, True),
+        ({}, UNKNOWN, True),
+    ],
+)
+def test_an_option_at_its_default_is_one_that_is_left_out(wire, at, kind, before, now, differs):
+    inputs = {"provider": "aws", "owner": "o", "image": ""}
+    found = wire.diff(at(kind), inputs | {"options": before}, {}, inputs | {"options": now})
+    assert list(found.diffs) == ["options"] * differs
+
+
+def test_no_two_stacks_of_two_projects_are_one_fleet(wire, at, fake):
+    stood = set[str]()
+    for project, stack in (("llm", "ft-dev"), ("llm-ft", "dev"), ("llm", "dev"), ("mgpu", "llm-dev")):
+        urn = at(FLEET, project=project, stack=stack)
+        wire.create(urn, wire.inputs(urn, WANTED | {"sshPublicKey": f"ssh-ed25519 AAAA {project}"}))
+        assert stood < fake.running, "nobody ends another one's machines"
+        stood = fake.running
+
+
+def test_a_fleet_and_its_guard_keep_the_name_that_they_have(wire, at):
+    old = wire.inputs(at(FLEET, project="other"), WANTED | {"name": "other-dev"})
+    assert wire.inputs(at(FLEET, project="other"), WANTED, old) == old
+    urn = at(tokens.FLEET_GUARD, project="other")
+    guard = wire.inputs(urn, {"provider": "fake", "fleet": "other-dev"})
+    assert wire.inputs(urn, {"provider": "fake"}, guard) == guard
+    assert wire.inputs(urn, {"provider": "fake"})["fleet"] == wire.inputs(at(FLEET, project="other"), WANTED)["name"]
 
 
 # ---- create, adopt, end
@@ -298,11 +341,41 @@ def test_what_was_cut_off_is_ended_when_the_requirements_changed_since(wire, her
 
 
 def test_a_gang_that_was_made_where_the_journal_is_not_is_ended_too(wire, here, made, fake, xdg):
-    (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()
+    journal_of(xdg).unlink()
     other = wire.inputs(here, WANTED | {"leaseMinutes": 30})
     outputs = from_struct(wire.create(here, other).properties)
     assert fake.running == set(ids(outputs))
     assert outputs["generation"] == 2
+
+
+def test_another_backends_stack_of_this_name_has_machines_of_its_own(wire, here, made, fake):
+    theirs = wire.inputs(here, WANTED | {"owner": "o-of-the-team", "sshPublicKey": "ssh-ed25519 BBBB y"})
+    answer = wire.create(here, theirs)
+    outputs = from_struct(answer.properties)
+    assert fake.running == {*ids(made[2]), *ids(outputs)}
+    wire.delete(here, answer.id, outputs)
+    again = from_struct(wire.create(here, made[1]).properties)
+    assert ids(again) == ids(made[2]), "the end of one uses up no generation of the other"
+
+
+def test_a_journal_that_owners_shared_is_gone_on_from(wire, here, made, fake, xdg):
+    own, shared = journal_of(xdg), xdg / "state/mgpu/journal/fleet-dev.jsonl"
+    own.rename(shared)
+    theirs = wire.inputs(here, WANTED | {"owner": "o-of-the-team"})
+    outputs = from_struct(wire.create(here, theirs).properties)
+    assert fake.running == {*ids(made[2]), *ids(outputs)}
+    again = from_struct(wire.create(here, made[1]).properties)
+    assert ids(again) == ids(made[2])
+    assert stat.S_IMODE(own.stat().st_mode) == 0o600
+
+
+def test_what_another_owner_began_is_not_open_here(tmp_path):
+    shared = tmp_path / "journal/fleet-dev.jsonl"
+    with Journal(shared) as entries:
+        for owner in ("mine", "theirs"):
+            entries.append("intent", token=owner, owner=owner, offer={"provider": "fake"})
+            entries.append("created", token=owner)
+    assert [each.token for each in generations.begun(tmp_path, "mine", "dev")] == ["mine"]
 
 
 def test_a_fleet_after_a_destroyed_one_is_a_new_generation(wire, here, made, fake):
@@ -663,10 +736,43 @@ def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wir
     resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
     first = wire.update(here, resource_id, outputs, inputs)
-    (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()  # it was done on another machine
+    journal_of(xdg).unlink()  # it was done on another machine
     again = wire.update(here, resource_id, outputs, inputs)  # state never heard of it
     assert ids(again)[1] == ids(outputs)[1] == ids(first)[1]
     assert fake.running == set(ids(again))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_repair_that_was_cut_off_in_a_full_reservation_is_done_again(wire, here, made, fake, xdg, elsewhere):
+    """What it rented, and state never heard of, has the last place; whoever repairs may have no journal of it."""
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    first = wire.update(here, resource_id, outputs, inputs)
+    if elsewhere:
+        journal_of(xdg).unlink()
+    whole = fake.offers
+
+    def left(needed):
+        found, stock = whole(needed), 2 - len(fake.running)
+        return found.model_copy(update={"offers": [each.model_copy(update={"stock": stock}) for each in found.offers]})
+
+    fake.offers = left
+    again = wire.update(here, resource_id, outputs, inputs)
+    assert ids(again)[0] == ids(outputs)[0] == ids(first)[0], "what lives is kept"
+    assert fake.running == set(ids(again))
+
+
+def test_a_repair_that_was_cut_off_is_not_billed_where_its_price_is_above_the_cap(wire, here, made, fake):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    wire.update(here, resource_id, outputs, inputs)
+    price, fake.price = fake.price, 5.0
+    with pytest.raises(grpc.RpcError, match="NoOffer") as failed:
+        wire.update(here, resource_id, outputs, inputs)
+    state = from_struct(partial(failed.value).properties)
+    assert fake.running == set(ids(state)) == {ids(outputs)[0]}
+    fake.price = price
+    assert set(ids(wire.update(here, resource_id, state, inputs))) == fake.running
 
 
 def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
@@ -1000,7 +1106,7 @@ def test_machines_of_a_create_that_was_cut_off_are_what_the_plan_lacks(here, wir
     inputs, whole = wire.inputs(here, WANTED), fake.offers
     call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
     begun = {"fleet": "another", "generation": 9, "offer": {"provider": fake.name}}
-    generations.open_journal(tmp_path, inputs["name"]).append("intent", token="t", **begun)
+    generations.open_journal(tmp_path, inputs["owner"], inputs["name"]).append("intent", token="t", **begun)
     asked = list[int]()
 
     def sold_out(requirements: Requirements) -> Offers:
@@ -1028,6 +1134,8 @@ def test_a_guard_does_not_need_an_earlier_provider_that_was_asked_for_nothing(wi
     monkeypatch.setattr("mgpu.iac.types.guard.sweep", swept)
     FleetGuardHandler(Timeouts()).delete(call, resource_id, old)
     assert "the key has expired" in str(said)
-    generations.open_journal(tmp_path, state["fleet"]).append("intent", token="t", offer={"provider": "other"})
+    generations.open_journal(tmp_path, state["owner"], state["fleet"]).append(
+        "intent", token="t", offer={"provider": "other"}
+    )
     with pytest.raises(AuthError):
         FleetGuardHandler(Timeouts()).delete(call, resource_id, old)

@@ -69,6 +69,7 @@ class Mocks(pulumi.runtime.Mocks):
         answers = {
             tokens.SSH_KEY: KEY,
             tokens.IMAGE: PUBLISHED,
+            tokens.FLEET_GUARD: {"fleet": args.inputs.get("fleet", "kept")},
             tokens.FLEET: BOUGHT | {"gpusPerNode": 0, "leaseMinutes": 60},
         }
         return f"{args.name}-id", {**args.inputs, **answers.get(args.typ, {})}
@@ -111,7 +112,7 @@ def test_the_program_exports_what_a_run_reads(program):
     output = StackOutput.model_validate(value)
     assert value == output.model_dump(mode="json")
     assert not secret
-    assert output.fleet == "dev"
+    assert output.fleet == "kept", "what its guard sweeps by"
     assert [(node.id, node.host_key) for node in output.nodes] == [("i-0", "ssh-ed25519 0"), ("i-1", "ssh-ed25519 1")]
     assert (output.gpu, output.market, output.store) == ("H100", "spot", "s3://bucket/runs")
     assert (output.private_key_file, output.token, output.made_at) == ("/keys/id", "t0", 5e8)
@@ -153,7 +154,7 @@ def test_every_fleet_has_its_guard_and_an_explicit_provider(program):
     settled(exported["mgpu"])
     assert made["fleet-guard"].typ == tokens.FLEET_GUARD
     options = {"python": "/opt/python"}
-    assert made["fleet-guard"].inputs == {"provider": "local", "fleet": "dev", "options": options}
+    assert made["fleet-guard"].inputs == {"provider": "local", "options": options}
     assert all("mgpu-id" in made[name].provider for name in ("key", "fleet-guard", "fleet"))
     order = list(made)
     assert order.index("fleet-guard") < order.index("fleet")

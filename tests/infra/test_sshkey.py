@@ -35,7 +35,8 @@ def made(wire, here, **inputs):
 def test_a_pair_is_made_in_the_state_folder(wire, here, xdg):
     resource_id, _, properties = made(wire, here)
     file = Path(from_struct(properties)["privateKeyFile"])
-    assert file == xdg / "state/mgpu" / resource_id == xdg / "state/mgpu/keys/dev/id_ed25519"
+    assert file == xdg / "state/mgpu" / resource_id
+    assert file.match("state/mgpu/keys/dev@*/id_ed25519")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     derived = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True, check=True).stdout
@@ -110,8 +111,23 @@ def test_another_machine_writes_the_key_from_state_into_its_own_folder(serve, wi
     assert seen["privateKeyFile"] == ""
     assert not wire.diff(here, inputs, seen, inputs).replaces
     file = Path(wire.update(here, resource_id, seen, inputs)["privateKeyFile"])
-    assert file == xdg / "theirs/mgpu/keys/dev/id_ed25519"
+    assert file == xdg / "theirs/mgpu" / resource_id
     assert file.read_text() == outputs["privateKey"]
+
+
+def test_another_backends_stack_of_this_name_has_a_key_of_its_own(serve, wire, here):
+    first, _, ours = made(wire, here)
+    other = serve({TOKEN: SshKeyHandler()}, owner="o-of-the-team")
+    second, _, theirs = made(other, here)
+    assert from_struct(ours)["privateKey"] != from_struct(theirs)["privateKey"]
+    other.delete(here, second, from_struct(theirs))
+    assert Path(from_struct(ours)["privateKeyFile"]).exists()
+    assert first != second
+
+
+def test_a_key_that_exists_stays_where_it_is(wire, here):
+    before = {"path": "keys/dev/id_ed25519"}
+    assert wire.inputs(here, {}, before) == before
 
 
 def test_the_same_inputs_are_no_change(wire, here):
@@ -129,7 +145,7 @@ def test_another_path_is_another_key(wire, here, tmp_path):
 def test_delete_removes_both_files_and_the_folder(wire, here, xdg):
     resource_id, _, properties = made(wire, here)
     wire.delete(here, resource_id, from_struct(properties))
-    assert not (xdg / "state/mgpu/keys/dev").exists()
+    assert not list((xdg / "state/mgpu/keys").iterdir())
     wire.delete(here, resource_id, from_struct(properties))  # absent is success
 
 

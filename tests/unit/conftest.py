@@ -34,7 +34,7 @@ from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
 from mgpu.events import Emit, Event, ignore
 from mgpu.iac.engine.project import project_name
-from mgpu.iac.naming import fleet_name
+from mgpu.iac.naming import fleet_name, unmarked
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
@@ -324,7 +324,9 @@ class Stack:
 
     @property
     def fleet(self) -> str:
-        return fleet_name(project_name(self.project), self.name)
+        project, made = project_name(self.project), self.world.stacks.get(self.name)
+        before = unmarked(project, self.name)
+        return before if made is not None and made.fleet == before else fleet_name(project, self.name)
 
     def init(self) -> None:
         self._call("init")
@@ -364,10 +366,11 @@ class Stack:
 
     def destroy(self) -> None:
         self._call("destroy")
+        fleet = self.fleet
         if self.name in self.world.stacks:
             self.world.stacks[self.name] = None
-        if self.fleet in self._cloud.handles:
-            self._cloud.destroy(self._cloud.handles[self.fleet])
+        if fleet in self._cloud.handles:
+            self._cloud.destroy(self._cloud.handles[fleet])
 
     def remove(self) -> None:
         self._call("remove")

@@ -30,7 +30,7 @@ from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.project import project_files as project_files
 from mgpu.iac.engine.project import project_name
 from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD, RANKED_UP_TO, SEARCHES
-from mgpu.iac.naming import fleet_name
+from mgpu.iac.naming import fleet_name, unmarked
 from mgpu.iac.outputs import StackOutput, validated
 
 _OUTPUT = "mgpu"
@@ -79,8 +79,10 @@ class Stack:
 
     @property
     def fleet(self) -> str:
-        """The name under which a provider lists the stack's machines."""
-        return fleet_name(project_name(self.project), self.name)
+        """The name under which a provider lists the stack's machines. Raises StackError."""
+        project = project_name(self.project)
+        now, before = fleet_name(project, self.name), unmarked(project, self.name)
+        return before if before != now and before in state_file.fleets(project, self.name) else now
 
     # ---- the life of a stack
 

@@ -17,6 +17,7 @@ from typing import Any
 from mgpu_train.store import NotFound
 
 from mgpu.backend import location
+from mgpu.iac import tokens
 
 STACKS = ".pulumi/stacks"
 _LARGEST = 1 << 30  # bytes of a state
@@ -69,6 +70,17 @@ def pending_creates(project: str, stack: str) -> tuple[str, ...]:
         return tuple(entry["resource"]["urn"] for entry in operations if entry["type"] == "creating")
     except (NotFound, OSError, EOFError, ValueError, TypeError, KeyError):
         return ()
+
+
+def fleets(project: str, stack: str) -> frozenset[str]:
+    """The names of the stack's fleets, as their guards have them. A state that cannot be read has none."""
+    key = state_key(project, stack)
+    try:
+        deployment: Any = read(key)["checkpoint"]["latest"] if key else None
+        resources = (deployment or {}).get("resources") or ()
+        return frozenset(each["inputs"]["fleet"] for each in resources if each["type"] == tokens.FLEET_GUARD)
+    except (NotFound, OSError, EOFError, ValueError, TypeError, KeyError):
+        return frozenset()
 
 
 def drop_torn_attributes(project: str, stack: str) -> None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mgpu_train.timeouts import Timeouts
 
@@ -34,7 +35,7 @@ from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
 from mgpu.iac.types import fleet_check, generations
-from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought
+from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought, full_options
 from mgpu.iac.types.sweep import sweep
 from mgpu.journal import Journal
 from mgpu.plan import rank
@@ -42,6 +43,7 @@ from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
 
+_T = TypeVar("_T")
 _UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
 _REPLACES = (
     *("name", "owner", "provider", "gpu", "gpusPerNode", "market", "regions", "maxHours", "diskGib", "options"),
@@ -73,10 +75,12 @@ class FleetHandler:
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices.
-        Labels of an image that is yet to be built are no difference: the update looks again."""
+        Labels of an image that is yet to be built are no difference: the update looks again. Nor is an option that is
+        left out, or added by a newer mgpu, beside one at its default."""
         if has_unknown(new.get("imageLabels")):
             new = {**new, "imageLabels": old_inputs.get("imageLabels")}
         old_inputs = {"image": "", **old_inputs}  # fleets of before have none in state
+        old_inputs, new = full_options(old_inputs), full_options(new)
         lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
         return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
 
@@ -87,17 +91,22 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
+        made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted))
+        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+
+    def _or_swept(
+        self, call: Call, provider: Provider, wanted: FleetInputs, rent: Callable[[], _T], keep: Sequence[str] = ()
+    ) -> _T:
+        """What is rented. Where it is refused, all else of the fleet is ended first, but the machines in `keep`: what a
+        create or repair that was cut off has made, perhaps on another machine, may be what is missing now, or be of an
+        offer that is left out by now. Whoever hears of the refusal asks another provider, or waits."""
         try:
-            made, plan = self._rented(call, provider, wanted)
+            return rent()
         except REFUSED:
-            # what a create that was cut off has made, perhaps on another machine, may be what is missing now, or be of
-            # an offer that is left out by now; whoever hears of this asks another provider: nothing stays here then
-            owner, name = wanted.owner, wanted.name
-            look = partial(sweep, call, provider, owner, name, self._timeouts)
+            look = partial(sweep, call, provider, wanted.owner, wanted.name, self._timeouts, keep=keep)
             if not acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait, call.emit):
                 raise
-            made, plan = self._rented(call, provider, wanted)
-        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+        return rent()
 
     def _rented(self, call: Call, provider: Provider, wanted: FleetInputs) -> tuple[Acquired, Plan]:
         plan = self._planned(call, provider, wanted)
@@ -130,7 +139,7 @@ class FleetHandler:
         state = provider.describe(fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
-            generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+            generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
             return None
         seen = fleet.seen(fleet.handle, state)
         return ReadResult(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
@@ -163,7 +172,7 @@ class FleetHandler:
         """Ends every machine and waits until the provider says so."""
         fleet = FleetOutputs.model_validate(old)
         acquire.destroy(fleet.rented_from(), fleet.handle, timeouts=self._timeouts, emit=call.emit)
-        generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+        generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
 
     def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
         """Ends the machines of the ranks from `nodes` on; machines lost among them are ended too, which is harmless."""
@@ -184,14 +193,18 @@ class FleetHandler:
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, provider.describe(handle))
         needed = _needed_beside(fleet, wanted, len(missing))
-        plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
-        def rent(generation: int, journal: Journal) -> Acquired:
-            request = wanted.request(generation, left_s)
-            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **terms)
+        def rented() -> Acquired:
+            plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
 
-        made = self._search(call, provider, wanted, rent, fleet)
+            def rent(generation: int, journal: Journal) -> Acquired:
+                request = wanted.request(generation, left_s)
+                return acquire.repair(provider, handle, missing, request, plan.offers, journal, **terms)
+
+            return self._search(call, provider, wanted, rent, fleet)
+
+        made = self._or_swept(call, provider, wanted, rented, keep=handle.ids)
         return fleet.seen(made.handle, made.state)
 
     def _anew(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
@@ -200,13 +213,17 @@ class FleetHandler:
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         call.emit(Note(f"fleet {fleet.name}: {wanted.provider} replaces no machine alone; all are made anew"))
         acquire.destroy(provider, fleet.handle, unbilled=True, timeouts=self._timeouts, emit=call.emit)
-        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
-        def rent(generation: int, journal: Journal) -> Acquired:
-            return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
+        def rented() -> tuple[Acquired, Plan]:
+            plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
 
-        made = self._search(call, provider, wanted, rent, fleet)
+            def rent(generation: int, journal: Journal) -> Acquired:
+                return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
+
+            return self._search(call, provider, wanted, rent, fleet), plan
+
+        made, plan = self._or_swept(call, provider, wanted, rented)
         return bought(wanted, made, plan.offers, time.time())
 
     def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
@@ -229,11 +246,11 @@ class FleetHandler:
         fleet: FleetOutputs | None = None,
     ) -> Acquired:
         """Rents under the next generation; ends machines in its way of which this machine's journal does not know."""
-        folder = call.settings.state_dir
+        fleets = call.settings.state_dir, wanted.owner, wanted.name
 
         def under_the_next() -> Acquired:
-            generation = generations.next_one(folder, wanted.name, fleet.generation if fleet else 0)
-            with generations.open_journal(folder, wanted.name) as journal:
+            generation = generations.next_one(*fleets, fleet.generation if fleet else 0)
+            with generations.open_journal(*fleets) as journal:
                 return rent(generation, journal)
 
         try:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.alias_generators import to_camel
 
 from mgpu.acquire import Acquired
+from mgpu.errors import InputError
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import (
@@ -205,6 +206,18 @@ def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], n
         other_usd_per_hour=_beside(inputs, made.offer, len(machines)),
         hard_cap_at=min(caps, default=now + inputs.max_hours * 3600),
     )
+
+
+def full_options(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A fleet's or a guard's inputs with all options of the provider: one that is left out is one at its default, also
+    where an earlier mgpu did not have it. What cannot be read as options stays as it is."""
+    entry, options = installed().found.get(str(inputs.get("provider"))), inputs.get("options")
+    if entry is None or not isinstance(options, dict):
+        return dict(inputs)
+    try:
+        return {**inputs, "options": entry.options.of(options).flat()}
+    except InputError:  # what another mgpu knew, or a value that is not known yet
+        return dict(inputs)
 
 
 def problems(values: Mapping[str, Any], unknown: Collection[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.iac.types import generations
+from mgpu.iac.types.fleet_model import full_options
 from mgpu.iac.types.sweep import sweep
 from mgpu.providers import registry
 
@@ -51,7 +52,7 @@ class FleetGuardHandler:
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Another fleet has another guard. The new one comes first: the old one's sweep has to follow its own fleet."""
-        updates = changed(_UPDATES, {"options": {}, **old_inputs}, new)
+        updates = changed(_UPDATES, full_options({"options": {}, **old_inputs}), full_options(new))
         return Difference(updates, changed(_REPLACES, old_inputs, new), delete_first=False)
 
     def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
@@ -76,7 +77,8 @@ class FleetGuardHandler:
         all of them were looked at; an earlier one that cannot be asked is told, where nothing that it was asked for is
         open."""
         failures = list[MgpuError]()
-        open_at = {each.provider for each in generations.begun(call.settings.state_dir, old["fleet"])}
+        begun = generations.begun(call.settings.state_dir, old["owner"], old["fleet"])
+        open_at = {each.provider for each in begun}
         for place, each in enumerate((_seller(old), *old.get("earlier", ()))):
             try:
                 provider = registry.get(each["provider"], each["options"])

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mgpu.errors import InputError
 from mgpu.iac import environment
-from mgpu.iac.naming import fleet_name
+from mgpu.iac.naming import file_name, fleet_name
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN
 
@@ -28,9 +28,10 @@ class SshKeyHandler:
     refresh_before_update = True
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
-        """Fills in the path: where it was, or the state folder's `keys/<fleet>/id_ed25519`."""
-        default = f"keys/{fleet_name(call.project, call.stack)}/id_ed25519"
-        path = new.get("path") or old.get("path") or default
+        """Fills in the path: where it was, or the state folder's `keys/<fleet>@<owner's mark>/id_ed25519`."""
+        fleet = file_name(call.settings.owner, fleet_name(call.project, call.stack))
+        default = old.get("path") or f"keys/{fleet}/id_ed25519"
+        path = new.get("path") or default
         return Checked({"path": path}, _problems(path, default))
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:

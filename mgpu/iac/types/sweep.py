@@ -38,7 +38,7 @@ def sweep(
         ProviderError: something was not confirmed gone.
     """
     folder = call.settings.state_dir
-    begun = [each for each in generations.begun(folder, fleet) if each.provider in ("", provider.name)]
+    begun = [each for each in generations.begun(folder, owner, fleet) if each.provider in ("", provider.name)]
     sure_at, told, ended = _listed_at(provider, begun, timeouts, now()), False, False
     for pause in pauses(_LISTING_PAUSE * timeouts.describe_every_s):
         left_s = sure_at - now()  # read before the listing: what is shown only after that comes next time
@@ -52,7 +52,7 @@ def sweep(
             what = f"fleet {fleet}: machines that were asked for last may not be listed yet"
             raise TeardownIncomplete(what, f"looking for them was cancelled {left_s:.0f} s too early", CURE)
     if begun:
-        generations.swept(folder, fleet, begun)
+        generations.swept(folder, owner, fleet, begun)
     return ended or bool(begun)
 
 
@@ -72,7 +72,7 @@ def _end_listed(
             continue
         call.emit(Warned(f"ending {', '.join(strays)}: an interrupted operation left them outside the state"))
         acquire.destroy(provider, handle.model_copy(update={"ids": strays}), timeouts=timeouts, emit=call.emit)
-        generations.used(call.settings.state_dir, fleet, handle.generation)
+        generations.used(call.settings.state_dir, owner, fleet, handle.generation)
         ended = True
     return ended
 

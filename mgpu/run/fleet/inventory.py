@@ -20,7 +20,7 @@ from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Warned
 from mgpu.iac import tokens
 from mgpu.iac.engine import state_file
-from mgpu.iac.naming import fleet_name
+from mgpu.iac.naming import fleet_name, unmarked
 from mgpu.iac.types import generations
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, Listing, NodePhase, listing
@@ -255,7 +255,7 @@ class _Users:
         found: dict[str, str] = {}
         for project, stack, fleets in self._states:
             names = (str(inputs.get("fleet") or inputs.get("name")) for inputs in fleets)
-            for fleet in (fleet_name(project, stack), *names):
+            for fleet in (fleet_name(project, stack), unmarked(project, stack), *names):
                 found.setdefault(fleet, stack)
         return found
 
@@ -293,7 +293,7 @@ def _left(inputs: dict[str, Any]) -> bool:
     """As FleetGuard has it: it goes without the answer of one that it had before, where nothing is open."""
     if _BEFORE not in inputs:
         return False
-    begun = generations.begun(paths.state_dir(), str(inputs["fleet"]))
+    begun = generations.begun(paths.state_dir(), str(inputs["owner"]), str(inputs["fleet"]))
     return not any(each.provider in ("", inputs["provider"]) for each in begun)
 
 
@@ -319,4 +319,5 @@ def _earlier(resource: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a guard's fleet may have machines still: it went from there to another provider."""
     known = (resource.get("outputs") or {}).get("earlier")
     found = [each for each in known if isinstance(each, dict)] if isinstance(known, list) else []
-    return [{"fleet": resource["inputs"].get("fleet"), **each, _BEFORE: True} for each in found]
+    whose = {key: resource["inputs"].get(key) for key in ("fleet", "owner")}
+    return [{**whose, **each, _BEFORE: True} for each in found]

@@ -9,6 +9,7 @@ from mgpu import paths
 from mgpu.backend import location
 from mgpu.context import Context
 from mgpu.errors import StackError
+from mgpu.iac.naming import file_name
 from mgpu.run.fleet.stack import stack_of
 from mgpu.run.record.record import Record
 
@@ -24,7 +25,7 @@ def bring(record: Record, context: Context) -> None:
         return
     if Path(record.fleet["private_key_file"]).expanduser().exists():
         return
-    file = paths.state_dir() / "keys" / record.fleet_name / "id_ed25519"
+    file = paths.state_dir() / "keys" / file_name(record.fleet.get("owner", ""), record.fleet_name) / "id_ed25519"
     if not file.exists():
         text = stack_of(record, context).private_key()
         if text is None:

@@ -19,7 +19,7 @@ from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
 from mgpu.fields import plain
 from mgpu.iac.engine.project import keep_program, project_name
-from mgpu.iac.naming import fleet_name
+from mgpu.iac.naming import PROJECT, RUNS_PROJECT, fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.run.fleet.stack import project_of, refuse_used
@@ -116,7 +116,8 @@ def submit_kept(
             raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
         begins = dict.fromkeys(("created_at", "submitted_at"), time.time())
         record = of_json({**fields, "run_id": run_id, "stack": run_id, **begins, **more})
-        record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
+        record.project_name = project_name(folder / "program")
+        record.fleet_name = fleet_name(record.project_name, run_id)
         own.make()
         if code is not None:
             record.code = str(code)
@@ -144,7 +145,8 @@ def _alike(record: Record) -> Iterator[dict[str, float]]:
 
 
 def _project(record: Record) -> str:
-    return record.fleet_name.removesuffix(record.stack)
+    name = record.project_name or record.fleet_name.removesuffix(record.stack).removesuffix("-")
+    return "" if name in (PROJECT, RUNS_PROJECT) else name
 
 
 def _fetch(code: GitCode, run_file: Path, run_id: str) -> None:
@@ -198,8 +200,9 @@ def _record(
         run_file=str(run_file.resolve()),
         stack=stack_name,
         own_stack=stack is None,
-        fleet_name=fleet_name(project_name(project), stack_name),
+        fleet_name=fleet.fleet if fleet else fleet_name(project_name(project), stack_name),
         provider=provider,
+        project_name=project_name(project),
         options=dict(fleet.options if fleet else settings[provider]),
         candidates=settings if len(names) > 1 or of or ANY in spec.providers else {},
         nodes=spec.nodes,

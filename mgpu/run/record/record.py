@@ -153,6 +153,7 @@ class Record(Document):
     fleet_name: str  # under which the provider lists the machines
     provider: str
     nodes: int
+    project_name: str = ""  # the Pulumi project's; empty: an earlier mgpu has not written it down
     options: dict[str, str] = field(default_factory=dict)  # settings of the provider; nothing secret
     # by name, with their settings, all providers that its machines may be of; empty: `provider` alone
     candidates: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import AuthError, ConnectionFailed, InputError, MgpuError, StackError
 from mgpu.events import Warned
+from mgpu.iac.naming import fleet_name
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.targets import Result
@@ -765,7 +766,8 @@ def test_a_kept_fleet_that_vanished_between_decision_and_start_is_no_failure_of_
     states = nights.through() if machines == "any" else [each.state for each in nights.works().looked]
     found = record.load(run)
     assert (found.avoid, found.recoveries, found.interruptions) == ([kept_fleet.fleet["fleet"]], 0, [])
-    assert (found.kept_by, found.stack, found.own_stack, found.fleet_name) == ("", run, True, f"mine-{run}")
+    assert (found.kept_by, found.stack, found.own_stack) == ("", run, True)
+    assert found.fleet_name == fleet_name("mine", run)
     assert json.loads((location.current().root / "fleets.json").read_text())["claims"] == {}
     if machines == "any":
         assert (states, found.state) == (["running", "succeeded"], State.SUCCEEDED)

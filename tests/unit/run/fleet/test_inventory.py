@@ -342,7 +342,7 @@ def test_it_is_asked_where_a_stacks_fleet_has_been_before(world, far):
     far.rent("theirs")
     guard = {
         "type": tokens.FLEET_GUARD,
-        "inputs": {"fleet": "theirs", "provider": "local", "options": {}},
+        "inputs": {"fleet": "theirs", "owner": "o", "provider": "local", "options": {}},
         "outputs": {"earlier": [{"provider": "far", "options": {"account": "1"}}, "nonsense"]},
     }
     stack_file("mine", "dev").write_text(json.dumps({"checkpoint": {"latest": {"resources": [guard]}}}))
@@ -370,7 +370,7 @@ def test_where_a_stacks_fleet_has_been_before_need_not_answer_unless_something_m
     earlier = [{"provider": name, "options": {}} for name in ("far", "gone-since")]
     guard = {
         "type": tokens.FLEET_GUARD,
-        "inputs": {"fleet": "theirs", "provider": "local", "options": {}},
+        "inputs": {"fleet": "theirs", "owner": "o", "provider": "local", "options": {}},
         "outputs": {"earlier": earlier},
     }
     stack_file("mine", "dev").write_text(json.dumps({"checkpoint": {"latest": {"resources": [guard]}}}))
@@ -382,7 +382,7 @@ def test_where_a_stacks_fleet_has_been_before_need_not_answer_unless_something_m
     far.is_configured = True
     assert gc().return_value == 3, "who is set up here has to answer as ever"
     far.is_configured = False
-    journal = generations.open_journal(paths.state_dir(), "theirs")
+    journal = generations.open_journal(paths.state_dir(), "o", "theirs")
     journal.append("intent", token="t", offer={"provider": "far"})
     assert gc().return_value == 3
     journal.append("undone", token="t")

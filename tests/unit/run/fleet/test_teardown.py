@@ -65,26 +65,26 @@ def test_where_nothing_is_left_the_provider_is_asked_once(world, stack):
 
 
 def test_a_machine_that_the_provider_still_lists_is_named_and_the_stack_is_kept(world, stack):
-    world.cloud.stuck.add("mine-run-1-1")
-    with pytest.raises(TeardownIncomplete, match="mine-run-1-1"):
+    world.cloud.stuck.add(f"{stack.fleet}-1")
+    with pytest.raises(TeardownIncomplete, match=f"{stack.fleet}-1"):
         back(world, stack)
     assert "remove run-1" not in world.calls
 
 
 def test_a_provider_that_says_done_while_it_still_lists_one_is_not_believed(world, stack):
-    world.cloud.stuck.add("mine-run-1-1")
+    world.cloud.stuck.add(f"{stack.fleet}-1")
     world.cloud.destroy = lambda *_: True
     stack.destroy = lambda: None
-    with pytest.raises(TeardownIncomplete, match="mine-run-1-1"):
+    with pytest.raises(TeardownIncomplete, match=f"{stack.fleet}-1"):
         back(world, stack)
     assert "remove run-1" not in world.calls
 
 
 def test_a_machine_that_is_only_stopping_is_still_billed(world, stack):
     assert [handle.fleet for handle in owned(world.cloud, paths.owner(), stack.fleet)] == [stack.fleet]
-    world.cloud.phases |= {"mine-run-1-0": NodePhase.TERMINATED, "mine-run-1-1": NodePhase.STOPPING}
+    world.cloud.phases |= {f"{stack.fleet}-0": NodePhase.TERMINATED, f"{stack.fleet}-1": NodePhase.STOPPING}
     assert [handle.fleet for handle in owned(world.cloud, paths.owner(), stack.fleet)] == [stack.fleet]
-    world.cloud.phases["mine-run-1-1"] = NodePhase.TERMINATED
+    world.cloud.phases[f"{stack.fleet}-1"] = NodePhase.TERMINATED
     assert owned(world.cloud, paths.owner(), stack.fleet) == ()
 
 

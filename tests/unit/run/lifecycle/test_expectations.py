@@ -87,6 +87,17 @@ def test_a_run_that_is_worse_than_those_before_succeeds_and_ends_with_exit_code_
     assert nights.launch(1.9).exit_code == 0, "runs of another name are no measure"
 
 
+@pytest.mark.parametrize(("project", "compared"), [("", True), ("another", False)])
+def test_runs_of_an_earlier_mgpu_are_compared_with_and_those_of_another_project_are_not(nights, project, compared):
+    for _ in range(2):
+        nights.launch(1.8)
+        earlier = record.load("last")
+        earlier.project_name, earlier.fleet_name = project, f"{project or 'mine'}-{earlier.stack}"
+        record.save(earlier)
+    nights.launch(1.8)
+    assert record.load("last").earlier == {"loss": [1.8, 1.8] if compared else []}
+
+
 def test_what_was_never_reported_is_not_as_expected(nights):
     outcome = nights.launch()
     assert (outcome.exit_code, "loss was never reported" in outcome.error.what) == (6, True)
