@@ -1011,7 +1011,7 @@ def test_the_guard_needs_a_region_that_is_closed_only_where_its_fleet_was_asked_
 ):
     denied, seen = PermissionDenied("east: the organization forbids it"), fake.list_owned
     fake.list_reached = lambda owner: Listing(handles=seen(owner), closed={"east": denied})
-    journal = generations.open_journal(paths.state_dir(), "dev")
+    journal = generations.open_journal(paths.state_dir(), guard[2]["owner"], "dev")
     journal.append("intent", token="t", offer={"provider": "fake", "region": asked_in})
     journal.append("created", token="t")
     if asked_in == "here":

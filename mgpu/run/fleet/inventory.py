@@ -204,7 +204,7 @@ class _Users:
         """Where a run or a stack may have machines: those that it knows of, and those that it has asked for."""
         runs, inputs = self._owing, self._inputs
         fleets = {*(run.fleet_name for run in runs), *(str(each.get("fleet") or each.get("name")) for each in inputs)}
-        begun = (each for name in fleets if name for each in generations.begun(paths.state_dir(), name))
+        begun = (each for name in fleets if name for each in generations.begun(paths.state_dir(), owner(), name))
         known = {str((run.fleet or {}).get("region")) for run in runs} | {str(each.get(_REGION)) for each in inputs}
         return known | {each.region for each in begun}
 

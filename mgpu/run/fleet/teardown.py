@@ -57,7 +57,7 @@ def give_back(
     left, unseen = list[Handle](), list[MgpuError]()
     for seller in sellers:
         try:
-            left += _swept(seller(), owner, names, {region, *_asked_in(names)}, timeouts, emit)
+            left += _swept(seller(), owner, names, {region, *_asked_in(owner, names)}, timeouts, emit)
         except (ProviderError, InputError, TeardownIncomplete) as error:  # the others are looked at all the same
             unseen.append(error)
     if unseen and isinstance(unseen[0], TeardownIncomplete):
@@ -95,9 +95,9 @@ def _swept(
     return _owned(provider, owner, names, regions) if left else left  # all regions: not asked twice for nothing
 
 
-def _asked_in(names: set[str]) -> Iterator[str]:
+def _asked_in(owner: str, names: set[str]) -> Iterator[str]:
     """The regions where these fleets were asked for, and nobody has seen yet what came of it."""
-    return (each.region for name in names for each in generations.begun(paths.state_dir(), name))
+    return (each.region for name in names for each in generations.begun(paths.state_dir(), owner, name))
 
 
 def _names(stack: Stack, fleet: str | None) -> set[str]:

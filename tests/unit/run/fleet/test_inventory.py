@@ -273,7 +273,7 @@ def test_a_region_that_an_organization_closes_matters_only_where_something_may_b
         state = {"type": tokens.FLEET, "inputs": inputs, "outputs": outputs}
         stack_file("mine", "dev").write_text(json.dumps({"checkpoint": {"latest": {"resources": [state]}}}))
     if known == "asked for":
-        journal = generations.open_journal(paths.state_dir(), "theirs")
+        journal = generations.open_journal(paths.state_dir(), paths.owner(), "theirs")
         journal.append("intent", token="t", offer={"provider": "local", "region": "west"})
         journal.append("created", token="t")
     listed, swept = CliRunner().invoke(cli, ["ls"], standalone_mode=False), gc()
