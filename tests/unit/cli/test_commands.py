@@ -509,6 +509,27 @@ def test_exec_says_which_nodes_no_client_could_reach(mgpu, running, world, monke
     assert "node 1: no connection" in done.err
 
 
+@pytest.fixture
+def at_home(monkeypatch, tmp_path):
+    """An ssh that runs the command here."""
+    client = tmp_path / "ssh"
+    client.write_text('#!/bin/sh\nfor last; do :; done\nexec /bin/sh -c "$last"\n')
+    client.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(client))
+
+
+@pytest.mark.parametrize("node", [(), ("--node", "1")])
+def test_exec_tells_a_programs_own_255_from_no_connection(mgpu, running, at_home, node):
+    done = mgpu("exec", *node, "--", "echo told >&2; exit 255 # (")
+    assert done.code == 255
+    assert "no connection" not in done.err
+
+
+def test_exec_ends_when_the_reader_of_what_it_prints_has_left(mgpu, running, at_home, monkeypatch):
+    monkeypatch.setattr(Console, "text", Mock(side_effect=BrokenPipeError))
+    assert mgpu("exec", "--", "echo a line; exec sleep 3").code == 141
+
+
 def test_ssh_to_what_is_not_there_is_bad_input(mgpu, running, world, monkeypatch):
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("ssh was started"))
     assert mgpu("ssh", "--node", "2", "run-1").code == 2
