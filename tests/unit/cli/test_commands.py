@@ -580,6 +580,18 @@ def test_a_plan_that_a_launch_would_refuse_says_so_after_the_price_and_names_no_
     assert "--code-from" in refused.err
 
 
+def test_a_plan_as_json_refuses_and_warns_as_any_other(mgpu, run_file, world, monkeypatch):
+    monkeypatch.setattr(world.cloud, "offers", LocalProvider().offers, raising=False)
+    monkeypatch.delenv("TOKEN", raising=False)
+    run_file.write_text(run_file.read_text() + "max_usd: 0.0001\n")
+    plain, told = mgpu("plan"), mgpu("plan", "--json")
+    assert plain.code == told.code == 2
+    assert told.json["price_usd_per_hour"] > 0
+    assert "error: max_usd: $0.00 pays for" in told.err
+    assert "warning: secrets: TOKEN not set" in plain.err
+    assert "warning: secrets: TOKEN not set" in told.err
+
+
 def test_a_run_file_that_is_not_there_rents_nothing(mgpu, world):
     done = mgpu("launch", "--yes", "nothing.yaml")
     assert done.code == 2
