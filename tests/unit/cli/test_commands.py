@@ -468,6 +468,18 @@ def test_ssh_writes_a_configuration_with_pinned_keys(mgpu, running, world):
     assert "~" not in config, "ssh -F is started anywhere, by anybody's shell"
 
 
+def test_what_the_ssh_of_another_command_reads_is_never_half_written(mgpu, running, world, monkeypatch):
+    monkeypatch.setattr("os.execv", lambda *_: None)
+    read = Folder("run-1").root / "ssh_config"
+    read.write_text("as it was before")
+    with read.open() as theirs:
+        mgpu("ssh", "run-1")
+        assert theirs.read() == "as it was before"
+    inode = read.stat().st_ino
+    mgpu("ssh", "run-1")
+    assert read.stat().st_ino == inode, "it says the same"
+
+
 def test_ssh_starts_the_systems_client_with_the_arguments_as_they_are(mgpu, running, world, monkeypatch):
     started = []
     monkeypatch.setattr("shutil.which", lambda _name: "/usr/bin/ssh")
