@@ -45,10 +45,12 @@ Scope = Literal["offer", "zone", "region", "provider", "account"]
 class MgpuError(Exception):
     """The base of every error that mgpu raises on purpose.
 
-    `what` says what is wrong and where, `why` the cause as far as it is known, `next_step` what to do.
+    `what` says what is wrong and where, `why` the cause as far as it is known, `next_step` what to do. `queued`: runs
+    of the same command that are queued all the same.
     """
 
     exit_code: ClassVar[int] = 1
+    queued: tuple[str, ...] = ()
 
     def __init__(self, what: str, why: str = "", next_step: str = "") -> None:
         super().__init__(what)
@@ -62,7 +64,8 @@ class MgpuError(Exception):
     def to_json(self) -> dict[str, object]:
         """The error as `--json` prints it, under `error`."""
         words = {"what": self.what, "why": self.why, "next_step": self.next_step}
-        return {"type": type(self).__name__, "exit_code": self.exit_code, **words}
+        more = {"queued": list(self.queued)} if self.queued else {}
+        return {"type": type(self).__name__, "exit_code": self.exit_code, **words, **more}
 
 
 class InputError(MgpuError):

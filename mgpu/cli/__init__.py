@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -79,12 +80,19 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click's, but whoever reads standard output may stop: `mgpu logs | head -1`."""
+        """As click's, but whoever reads standard output may stop: `mgpu logs | head -1`. What a command has failed with
+        stays its exit code, wherever its result went."""
+        result = None
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:
-            _unread()
+        except OSError as error:
+            if result:
+                _drop_the_rest()
+            elif isinstance(error, BrokenPipeError):
+                _unread()
+            else:
+                raise
         return result
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -110,10 +118,23 @@ def _drop_the_rest() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _open_streams() -> None:
+    """Those that were closed (`<&-`, a service), on nothing: else the next file that is opened takes the place. What
+    the encoding does not have is escaped."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            there = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(there, there == number)
+            setattr(sys, name, open(there, "w" if number else "r"))  # noqa: PTH123, SIM115 - until this process ends
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(args: list[str] | None = None) -> Any:
     """The entry point: every error of ours, and every mistake on the command line, becomes three lines and a code.
     With --json it is an object, too, unless the command has printed its result."""
     collector.seldom()
+    _open_streams()
     if known := sys.modules.get("mgpu.console"):
         known.Console.told = False
     try:
@@ -131,9 +152,9 @@ def main(args: list[str] | None = None) -> Any:
 
         console = Console()
         console.error(told)
-        if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
-            console.data({"version": 1, "error": told.to_json()})
         try:
+            if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
+                console.data({"version": 1, "error": told.to_json()})
             sys.stdout.flush()
         except OSError:  # told already, where it is the error
             _drop_the_rest()

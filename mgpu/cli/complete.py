@@ -16,27 +16,33 @@ if TYPE_CHECKING:
 
 
 def runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of runs, with their states."""
+    """Ids of runs that this machine knows, with their states."""
     from click.shell_completion import CompletionItem
 
+    from mgpu.errors import MgpuError
+    from mgpu.run.record import shared
     from mgpu.run.record.record import every
 
     found: list[CompletionItem] = []
-    with suppress(OSError):
+    with suppress(MgpuError, OSError), shared.as_known():
         found = [CompletionItem(each.run_id, help=str(each.state)) for each in reversed(every())]
     return [each for each in (*found, CompletionItem("last", help="the newest")) if each.value.startswith(incomplete)]
 
 
 def stacks(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of stacks that the backend has, and that runs have used."""
+    """Names of stacks: those that the backend has, if it is a folder, else those of runs that this machine knows."""
     from click.shell_completion import CompletionItem
 
+    from mgpu.backend import location
     from mgpu.errors import MgpuError
     from mgpu.iac.engine import state_file
+    from mgpu.run.record import shared
+    from mgpu.run.record.record import every
 
     names = set[str]()
-    with suppress(MgpuError):
-        names = {stack for _, stack, _ in state_file.stacks()}
+    with suppress(MgpuError, OSError), shared.as_known():
+        in_folder = location.current().folder is not None
+        names = {stack for _, stack, _ in state_file.stacks()} if in_folder else {each.stack for each in every()}
     return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from queue import SimpleQueue
 from typing import IO
 
 import click
@@ -17,6 +19,8 @@ from mgpu.errors import ConnectionFailed, InputError
 
 PIECE = 1 << 16
 NO_CONNECTION = 255  # what ssh itself ends with
+_OWN = "mgpu: the command itself has ended with 255"  # said on its node, the last on standard error
+_LAST = 1 << 10  # bytes to find it in
 
 
 @click.command("exec", cls=parameters.AfterDashes)
@@ -34,43 +38,74 @@ def exec(run: str, command: tuple[str, ...], stack: str | None, node: int | None
         raise InputError("exec: COMMAND is missing", "", "Write it behind `--`: `mgpu exec RUN -- nvidia-smi -L`.")
     route = wiring.ssh_route_to(run, stack)
     ranks = route.ranks if node is None else (route.one(node),)
-    argvs = {rank: [*route.argv(rank, "-oBatchMode=yes"), route.script(command)] for rank in ranks}
-    codes = _at_once(argvs) if len(argvs) > 1 else {ranks[0]: subprocess.run(argvs[ranks[0]], check=False).returncode}
-    unreached = [rank for rank, code in codes.items() if code == NO_CONNECTION]
+    script = f"( {route.script(command)}\n); code=$?; [ $code -ne {NO_CONNECTION} ] || echo '{_OWN}' >&2; exit $code"
+    argvs = {rank: [*route.argv(rank, "-oBatchMode=yes"), script] for rank in ranks}
+    ended = _at_once(argvs) if len(argvs) > 1 else {ranks[0]: _alone(argvs[ranks[0]])}
+    unreached = [rank for rank, (code, own) in ended.items() if code == NO_CONNECTION and not own]
     if unreached:
         where = ", ".join(map(str, unreached))
         raise ConnectionFailed(f"node {where}: no connection", "The lines above are ssh's own.", "See `mgpu status`.")
-    return next((code for code in codes.values() if code), 0)
+    return next((code for code, _ in ended.values() if code), 0)
 
 
-def _at_once(argvs: Mapping[int, list[str]]) -> dict[int, int]:
-    """Exit codes by node; every line is printed behind its node_rank as it comes."""
+def _alone(argv: list[str]) -> tuple[int, bool]:
+    """The exit code, and whether it is the command's own; output and input are passed on byte for byte."""
+    with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
+        last = b""
+        for data in _pieces(process.stderr):
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+            last = (last + data)[-_LAST:]
+        return process.wait(), _OWN.encode() in last
+
+
+def _at_once(argvs: Mapping[int, list[str]]) -> dict[int, tuple[int, bool]]:
+    """By node, what `_alone` returns; every line is printed behind its node_rank as it comes. Raises OSError: the lines
+    cannot be passed on, and the clients were ended."""
     console = Console()
     begun = {
         rank: subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank, argv in argvs.items()
     }
+    ended = SimpleQueue[tuple[int, bytes] | OSError]()
+
+    def pass_on(rank: int, stream: IO[bytes] | None, show: Callable[[str], None]) -> None:
+        try:
+            ended.put((rank, _pass_on(console, rank, stream, show)))
+        except OSError as error:  # nobody reads it any more, or a full disk
+            ended.put(error)
+
+    ways = [(rank, each.stdout, console.text) for rank, each in begun.items()]
+    ways += [(rank, each.stderr, partial(console.say, whole=True)) for rank, each in begun.items()]
     try:
-        threads = [
-            threading.Thread(target=_pass_on, args=(console, rank, stream, show), daemon=True)
-            for rank, process in begun.items()
-            for stream, show in ((process.stdout, console.text), (process.stderr, partial(console.say, whole=True)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return {rank: process.wait() for rank, process in begun.items()}
+        for way in ways:
+            threading.Thread(target=pass_on, args=way, daemon=True).start()
+        own = set[int]()
+        for _ in ways:
+            found = ended.get()
+            if isinstance(found, OSError):
+                raise found
+            rank, last = found
+            own |= {rank} if _OWN.encode() in last else set()
+        return {rank: (process.wait(), rank in own) for rank, process in begun.items()}
     finally:
         for process in begun.values():
             process.kill()
 
 
-def _pass_on(console: Console, rank: int, stream: IO[bytes], show: Callable[[str], None]) -> None:
-    lines = LogLines(rank)
-    while data := stream.read1(PIECE):  # type: ignore[attr-defined]
+def _pass_on(console: Console, rank: int, stream: IO[bytes] | None, show: Callable[[str], None]) -> bytes:
+    """Returns the last bytes of it."""
+    lines, last = LogLines(rank), b""
+    for data in _pieces(stream):
         for line in lines.feed(data):
             show(line)
         console.flush()
+        last = (last + data)[-_LAST:]
     for line in lines.flush():
         show(line)
+    return last
+
+
+def _pieces(stream: IO[bytes] | None) -> Iterator[bytes]:
+    """As they come."""
+    return iter(partial(stream.read1, PIECE), b"")  # type: ignore[union-attr]

@@ -109,10 +109,10 @@ def _template(name: str) -> str:
 
 
 def _ignore(path: Path) -> None:
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text("utf-8", "surrogateescape").splitlines() if path.exists() else []
     missing = [line for line in IGNORED if line not in lines]
     if missing:
-        path.write_text("\n".join([*lines, *missing]) + "\n")
+        path.write_text("\n".join([*lines, *missing]) + "\n", "utf-8", "surrogateescape")
 
 
 def _cd(folder: Path) -> str:

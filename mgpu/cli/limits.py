@@ -28,8 +28,8 @@ def limits() -> None:
 
 
 @limits.command("set")
-@click.option("--usd-per-month", type=click.FloatRange(min=0, min_open=True), help="In a month of UTC.")
-@click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), help="By all that is rented at a time.")
+@click.option("--usd-per-month", type=parameters.Number(min=0, min_open=True), help="In a month of UTC.")
+@click.option("--usd-per-hour", type=parameters.Number(min=0, min_open=True), help="By all that is rented at a time.")
 @click.option("--runs", type=click.IntRange(min=1), help="At once.")
 @parameters.json_option
 def set_(usd_per_month: float | None, usd_per_hour: float | None, runs: int | None, as_json: bool) -> int:

@@ -15,7 +15,7 @@ from mgpu.console import Console
 from mgpu.errors import ImageError, InputError, ProviderError
 
 if TYPE_CHECKING:
-    from mgpu.plan.model import Offer
+    from mgpu.plan.model import Offer, Plan
     from mgpu.run.job.images import Looked
     from mgpu.spec.model import RunSpec
     from mgpu.spec.text.change import Change
@@ -48,6 +48,10 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     except InputError as error:
         problem = problem or error
     costs = agreement.other_costs(spec, decided)
+    try:
+        agreement.require_paid(decided, spec.max_usd, costs)
+    except InputError as error:
+        problem = problem or error
     if as_json:
         from mgpu.cli.results import Planned
 
@@ -58,7 +62,22 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
             "hours": decided.hours,
         }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
-        return wiring.exit_with(console, problem) if problem else 0
+    else:
+        _show(console, spec, decided)
+        agreement.show_plan(console, decided, costs, spec.max_usd)
+    for doubt in doubts:
+        console.say(f"warning: {doubt}", "yellow")
+    if problem:  # the price is known all the same
+        return wiring.exit_with(console, problem)
+    if image is not None:
+        console.say(str(image))
+    changed = (word for each in changes for word in (each.option, each.given))
+    console.next(shlex.join(["mgpu", "launch", str(run_file), *changed]))
+    return 0
+
+
+def _show(console: Console, spec: RunSpec, decided: Plan) -> None:
+    """What will be asked for, and what not, as a table."""
     nodes = decided.requirements.nodes
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
     rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_REFUSED]]
@@ -69,17 +88,6 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
-    agreement.show_plan(console, decided, costs, spec.max_usd)
-    agreement.require_paid(decided, spec.max_usd, costs)
-    for doubt in doubts:
-        console.say(f"warning: {doubt}", "yellow")
-    if problem:  # the price is known all the same
-        return wiring.exit_with(console, problem)
-    if image is not None:
-        console.say(str(image))
-    changed = (word for each in changes for word in (each.option, each.given))
-    console.next(shlex.join(["mgpu", "launch", str(run_file), *changed]))
-    return 0
 
 
 def _doubts(spec: RunSpec, run_file: Path) -> list[str]:

@@ -36,7 +36,8 @@ class Failure(Result):
     """A command that fails, and has no result of its own."""
 
     error: dict[str, Any] = Field(
-        description="as on stderr: `type`, `what`, `why`, `next_step`, `exit_code`; of a run file `problems` by `line`"
+        description="as on stderr: `type`, `what`, `why`, `next_step`, `exit_code`; of a run file `problems` by "
+        "`line`; of a sweep `queued`, the runs that were queued before it"
     )
 
 

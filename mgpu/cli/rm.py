@@ -18,7 +18,7 @@ from mgpu.words import amount, count
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete.runs)
-@click.option("--older-than-days", type=click.FloatRange(min=0), help="Instead: runs that ended so many days ago.")
+@click.option("--older-than-days", type=parameters.Number(min=0), help="Instead: runs that ended so many days ago.")
 @click.option("--keep-last", type=click.IntRange(min=0), help="Instead: all but the newest so many.")
 @click.option("--dry-run", is_flag=True, help="Only show which ones.")
 @parameters.yes_option

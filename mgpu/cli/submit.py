@@ -9,7 +9,7 @@ import click
 
 from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
-from mgpu.errors import InputError
+from mgpu.errors import InputError, MgpuError
 from mgpu.run.record.record import Record, load, new_run_id
 from mgpu.words import count
 
@@ -56,7 +56,11 @@ def submit(
     for (setting, spec), fits in zip(specs, fitting, strict=True):
         more = {"priority": priority, "after": before, "sweep": whole, "setting": setting, "machines": machines}
         limit = {"max_parallel": max_parallel or 0}
-        made.append(runs.submitted(run_file, spec, wiring.context(console), fits, **more, **limit))
+        try:
+            made.append(runs.submitted(run_file, spec, wiring.context(console), fits, **more, **limit))
+        except MgpuError as error:
+            error.queued = tuple(each.run_id for each in made)
+            raise
         console.say(f"run {made[-1].run_id} is queued" + "".join(f", {key} {setting[key]}" for key in setting))
     if len(made) == 1:
         closing.tell_as_json(console, made[0])

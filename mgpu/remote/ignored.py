@@ -7,6 +7,7 @@ leaves out. That git follows a file all the same, because it was added by force,
 
 from __future__ import annotations
 
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -92,8 +93,11 @@ def _own(path: Path) -> GitIgnoreSpec:
 
 def _lines(path: Path) -> Iterable[str]:
     try:
-        return path.read_text("utf-8-sig").splitlines()
+        text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"{path} cannot be read", str(error)) from error
+    if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise InputError(f"{path} cannot be read", "It is UTF-16, of which git knows no pattern.", "Save it as UTF-8.")
+    return text.decode("utf-8-sig", "surrogateescape").splitlines()  # as names of files are decoded: git compares bytes

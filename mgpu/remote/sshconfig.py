@@ -75,4 +75,4 @@ def _quoted(path: Path) -> str:
     if not text.isprintable() or any(letter in text for letter in '"\\$~'):
         raise InputError(f"ssh cannot be given this path: {text!r}", 'It holds a control character or one of " \\ $ ~.')
     text = text.replace("%", "%%")
-    return f'"{text}"' if " " in text else text
+    return f'"{text}"' if " " in text or "'" in text else text

@@ -96,6 +96,12 @@ def test_refuses_names_that_ssh_would_misread(server, tmp_path):
             ssh_config([server.target()], Path(name), "demo")
 
 
+def test_a_folder_with_an_apostrophe_is_quoted(server):
+    config, _ = ssh_config([server.target()], Path("/home/o'brien/id"), "demo", Path("/home/o'brien/known_hosts"))
+    assert """IdentityFile "/home/o'brien/id"\n""" in config
+    assert """UserKnownHostsFile "/home/o'brien/known_hosts"\n""" in config
+
+
 def test_the_default_known_hosts_file(server, tmp_path):
     config, known = ssh_config([server.target(1)], tmp_path / "id", "demo")
     assert "UserKnownHostsFile known_hosts\n" in config

@@ -28,7 +28,7 @@ _STUCK = "does not let all be removed that is given up"
 @click.command()
 @source.options
 @click.option("--keep-last", type=click.IntRange(min=1), help="So many of the newest stay.")
-@click.option("--keep-every-hours", type=click.FloatRange(min=0), help="Beside them one every so many hours; 0: none.")
+@click.option("--keep-every-hours", type=parameters.Number(min=0), help="Beside them one every so many hours; 0: none.")
 @click.option("--keep-best", type=click.IntRange(min=0), help="Beside them so many with the best metric; 0: none.")
 @click.option("--metric", "best_metric", help="What is compared: a name in the checkpoints' meta.json.")
 @click.option("--mode", "best_mode", type=click.Choice(("min", "max")), help="Which value of it is the best.")

@@ -39,13 +39,18 @@ def finish(console: Console, outcome: Outcome) -> int:
         else:
             _left(console, record)
         return outcome.exit_code
-    if console.as_json:
-        console.result(result_of(record))
-    else:
-        console.table(("run", record.run_id), summary(record))
-        trials.show(console, record)
-    if outcome.error is not None:
-        console.error(outcome.error)
+    try:
+        if console.as_json:
+            console.result(result_of(record))
+        else:
+            console.table(("run", record.run_id), summary(record))
+            trials.show(console, record)
+    except OSError:  # its reader has left, or a full disk: how the run has ended is told all the same
+        if not outcome.exit_code:
+            raise
+    finally:
+        if outcome.error is not None:
+            console.error(outcome.error)
     said = outcome.error is None or "--resume" in outcome.error.next_step
     console.next(*next_lines(record, resume=not said))
     return outcome.exit_code

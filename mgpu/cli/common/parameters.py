@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -102,6 +103,17 @@ def machines_option(command: F) -> F:
 def yes_option(command: F) -> F:
     """--yes."""
     return click.option("--yes", "-y", is_flag=True, help="Do not ask; the price is still shown.")(command)
+
+
+class Number(click.FloatRange):
+    """A number in a range: nan, which is in every range for click, is none, nor is infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """As a float."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number to count with", param, ctx)
+        return number
 
 
 class Span(click.ParamType):

@@ -19,7 +19,7 @@ _SLACK_S = 60.0  # around an offer's times, where it is asked for again: provide
 
 @click.command()
 @click.argument("offer_id", metavar="ID")
-@click.option("--max-usd", type=click.FloatRange(min=0), help="Buy nothing that costs more than this, all of it.")
+@click.option("--max-usd", type=parameters.Number(min=0), help="Buy nothing that costs more than this, all of it.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; needs --max-usd. The price is still shown.")
 @parameters.json_option
 def buy(offer_id: str, max_usd: float | None, yes: bool, as_json: bool) -> None:
@@ -48,7 +48,7 @@ def buy(offer_id: str, max_usd: float | None, yes: bool, as_json: bool) -> None:
         why = "Others may have bought it, or its price is another one now."
         raise NoOffer(f"{offer_id} is not on sale any more", why, "`mgpu reservations find` prints what is.")
     _show(console, offer)
-    if max_usd is not None and offer.usd > max_usd:
+    if max_usd is not None and not offer.usd <= max_usd:
         raise InputError(f"it costs ${offer.usd:,.2f}, more than `--max-usd {max_usd:g}`", "Nothing was bought.")
     _agree(console, offer, yes)
     with console.waiting(f"buying {offer.id}"):

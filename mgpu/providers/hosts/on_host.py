@@ -38,6 +38,7 @@ LOCK = BASE / "mgpu-hosts.lock"
 MINE = BASE / f"mgpu-hosts-{os.getuid()}"
 HOLDER, ENDED = MINE / "holder.json", MINE / "ended"
 _TERM_S, _KILL_S, _POLL_S, _KEPT_S, _SMI_S = 2.0, 8.0, 5, 30 * 86400, 60
+_FULL = "it was ended while the disk was full"  # and nothing could be noted
 _LATE_S, _KEYS_S = 60, 30  # a take that waited longer is not expected any more; a change of keys takes far less
 _SFTP = ("lib/openssh", "libexec/openssh", "lib/ssh", "libexec", "lib64/ssh", "lib/misc")
 _WATCH = 'while :; do /bin/sh "$0" "$@"; sleep 1; done'  # fd 9 is the lock: a clock without its watch holds it, too
@@ -52,7 +53,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         _settle()
         done = {"look": _look, "take": _take, "end": _end_for_good}[asked["verb"]](asked)
         held = _read(HOLDER) or None
-        ended = [_read(path) for path in ENDED.glob("*.json") if {path.stem, _gang(path.stem)} & {*asked["names"]}]
+        notes = [path for path in ENDED.glob("*.json") if {path.stem, _gang(path.stem)} & {*asked["names"]}]
+        ended = [{"ended": _FULL, **_read(path)} for path in notes]
         busy = None if held else _busy()
     reached = [each for each in asked.get("reach", ()) if not _reaches(*each)]
     return {"held": held, "ended": ended, "busy": busy, "unreached": reached, **facts, **done}
@@ -140,7 +142,8 @@ def _end(name: str, reason: str, *, keep: bool = True) -> bool:
     ours = record.get("name") == name
     if ours and not record.get("ending"):
         record["ending"] = reason
-        _write(HOLDER, record)
+        with suppress(OSError):  # a full disk: what runs is ended all the same
+            _write(HOLDER, record)
     watch = record.get("watch") if ours else None
     begun = time.monotonic()
     told: set[int] = set()
@@ -165,11 +168,9 @@ def _end(name: str, reason: str, *, keep: bool = True) -> bool:
     except OSError as error:  # sshd refuses it after its hard cap, and it leads nowhere
         left.append(f"the run's line in authorized_keys ({error})")
     if keep:
-        ENDED.mkdir(exist_ok=True)
         reason = f"{record['ending']}; not removed: {', '.join(left)}" if left else record["ending"]
-        _write(ENDED / f"{name}.json", {**record, "ended": reason})
-        for path in [path for path in ENDED.iterdir() if time.time() - path.stat().st_mtime > _KEPT_S]:
-            path.unlink()
+        with suppress(OSError):
+            _note_end(ENDED / f"{name}.json", {**record, "ended": reason})
     if record.get("link"):  # else it was cut off before there was one
         _unlink(MINE / record["link"])
     _unlink(HOLDER)
@@ -180,6 +181,16 @@ def _end(name: str, reason: str, *, keep: bool = True) -> bool:
             break
         time.sleep(0.01)
     return True
+
+
+def _note_end(path: Path, record: dict[str, Any]) -> None:
+    ENDED.mkdir(exist_ok=True)
+    try:
+        _write(path, record)
+    except OSError:  # a full disk takes another name for what is there: the token is used up
+        HOLDER.replace(path)
+    for old in [each for each in ENDED.iterdir() if time.time() - each.stat().st_mtime > _KEPT_S]:
+        old.unlink()
 
 
 def _removed(folder: Path) -> bool:
@@ -284,11 +295,14 @@ def _let_out(name: str) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     aside = path.with_name(f"{path.name}.mgpu-{os.getpid()}")
-    aside.touch(mode=0o600)
-    if path.exists():
-        shutil.copymode(path, aside)
-    aside.write_bytes(content)
-    aside.replace(path)
+    try:
+        aside.touch(mode=0o600)
+        if path.exists():
+            shutil.copymode(path, aside)
+        aside.write_bytes(content)
+        aside.replace(path)
+    finally:
+        _unlink(aside)  # cut off by a full disk
 
 
 @contextmanager
@@ -504,9 +518,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(value))
-    aside.chmod(0o644)
-    aside.replace(path)
+    try:
+        aside.write_text(json.dumps(value))
+        aside.chmod(0o644)
+        aside.replace(path)
+    finally:
+        _unlink(aside)  # cut off by a full disk
 
 
 if __name__ == "__main__" and sys.argv[1:]:

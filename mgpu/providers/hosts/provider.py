@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu import paths
-from mgpu.errors import Conflict, InputError, MgpuError, NoCapacity, ProviderError, Transient
+from mgpu.errors import AuthError, Conflict, InputError, MgpuError, NoCapacity, ProviderError, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     Finding,
@@ -105,6 +105,7 @@ class HostsProvider(Provider):
         Raises:
             Transient: one does not answer, and nobody has asked it to end: nothing is known about it.
             AuthError: one cannot be logged in to any more.
+            InvalidRequest: one cannot say it.
         """
         found = dict(self._each_id(handle.ids, lambda host, name: self._look(host, [name])))
         return FleetState(nodes=tuple(_described(rank, each, found.get(each)) for rank, each in enumerate(handle.ids)))
@@ -137,7 +138,12 @@ class HostsProvider(Provider):
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends all that the run has on these hosts, removes its folders and its key, and lets go of the lock. A host
-        that does not answer counts as gone after its hard cap. Raises AuthError: one cannot be logged in to."""
+        that does not answer counts as gone after its hard cap.
+
+        Raises:
+            AuthError: one cannot be logged in to, before its hard cap.
+            InvalidRequest: one has answered that it cannot do it: what runs there may go on.
+        """
         request = {"verb": "end", "reason": "given back"}
         wanted = handle.ids if nodes is None else nodes
         found = self._each_id(wanted, lambda host, name: self._client.ask(host, {**request, "names": [name]}))
@@ -149,7 +155,8 @@ class HostsProvider(Provider):
 
     def _gone(self, each: str, answer: dict[str, Any] | ProviderError) -> bool:
         note = _asked_to_end(each)
-        if isinstance(answer, ProviderError) and time.time() < _parts(each)[2]:
+        silent = isinstance(answer, Transient) and time.time() >= _parts(each)[2]
+        if isinstance(answer, ProviderError) and not silent:
             note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             note.touch()
             return False
@@ -251,18 +258,18 @@ class HostsProvider(Provider):
     def _each_id(
         self, ids: Sequence[str], ask: Callable[[Host, str], dict[str, Any]]
     ) -> list[tuple[str, dict[str, Any] | ProviderError]]:
-        """What the hosts of these ids answer, or why they do not: after its hard cap it does not matter why. Ids that
-        are none of ours are left out."""
+        """What the hosts of these ids answer, or why they do not: after its hard cap a host that nobody can log in to
+        is one that does not answer. Ids that are none of ours are left out."""
         ours = [each for each in ids if _parts(each)[0]]
 
         def asked(each: str) -> dict[str, Any] | ProviderError:
             address, name, hard_cap_at = _parts(each)
             try:
                 return ask(self._host(address), name)
-            except Transient as error:
-                return error
-            except ProviderError as error:
+            except AuthError as error:
                 return Transient(error.what, error.why) if time.time() >= hard_cap_at else error
+            except ProviderError as error:
+                return error
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(zip(ours, pool.map(asked, ours), strict=True))
@@ -292,7 +299,7 @@ def _described(rank: int, each: str, answer: dict[str, Any] | ProviderError | No
         return NodeState(rank=rank, id=each, phase=NodePhase.TERMINATED, reason="no host was taken for this rank")
     address, name, hard_cap_at = _parts(each)
     if isinstance(answer, ProviderError):
-        if time.time() < hard_cap_at and not (isinstance(answer, Transient) and _asked_to_end(each).exists()):
+        if not isinstance(answer, Transient) or (time.time() < hard_cap_at and not _asked_to_end(each).exists()):
             raise answer
         why, late = f"{address} does not answer", time.time() >= hard_cap_at
         phase, clock = (NodePhase.TERMINATED, "hard cap") if late else (NodePhase.ENDING, "lease")

@@ -80,7 +80,7 @@ class Client:
             "user": settings["user"],
             "host_key": key,
             "python": host.python,
-            "via": self._via(settings),
+            "via": self._via(host, settings),
             "private_address": private,
             "price_usd_per_hour": host.price_usd_per_hour,
         }
@@ -92,8 +92,9 @@ class Client:
             raise InvalidRequest(f"host {host.address}: ssh cannot be asked for it", done.stderr.strip(), scope="offer")
         return {key: value for key, _, value in (line.partition(" ") for line in done.stdout.splitlines())}
 
-    def _via(self, settings: Mapping[str, str]) -> dict[str, Any] | None:
-        """What carries SSH to the node, where the user's configuration goes through something else."""
+    def _via(self, host: Host, settings: Mapping[str, str]) -> dict[str, Any] | None:
+        """What carries SSH to the node, where the user's configuration goes through something else. Raises
+        InvalidRequest: what it means is known to ssh alone."""
         name, config = settings["hostname"], ["-F", self.config] if self.config else []
         there = f"[{name}]:{settings['port']}" if ":" in name else f"{name}:{settings['port']}"
         if (jump := settings.get("proxyjump", "none")) != "none":
@@ -105,7 +106,13 @@ class Client:
             return {"command": ["ssh", *config, "-o", "BatchMode=yes", *first, *to]}
         if (command := settings.get("proxycommand", "none")) != "none":
             words = {"%h": settings["hostname"], "%p": settings["port"], "%r": settings["user"], "%%": "%"}
-            return {"command": ["sh", "-c", "exec " + re.sub(r"%[hpr%]", lambda found: words[found[0]], command)]}
+            words["%n"] = host.parts[1]  # as the list has it
+            if unknown := sorted({*re.findall(r"%.?", command)} - {*words}):
+                what = f"host {host.address}: its ProxyCommand has {', '.join(unknown)}"
+                raise InvalidRequest(
+                    what, "", f"Of ssh's tokens it may have {', '.join(sorted(words))}.", scope="offer"
+                )
+            return {"command": ["sh", "-c", "exec " + re.sub(r"%.", lambda found: words[found[0]], command)]}
         return None
 
     def _host_key(self, settings: Mapping[str, str], told: Any, shown: set[str]) -> str | None:

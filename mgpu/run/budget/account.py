@@ -79,7 +79,8 @@ def change(**wanted: float) -> Limits:
 
 
 def _limits(kept: Mapping[str, Any] | None) -> Limits:
-    return Limits(**{each.name: kept[each.name] for each in fields(Limits) if each.name in kept} if kept else {})
+    known = {each.name: (kept or {}).get(each.name, 0) for each in fields(Limits)}
+    return Limits(**{name: limit for name, limit in known.items() if math.isfinite(limit)})  # once nan could be set
 
 
 # ---- what is in use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import InputError
@@ -12,15 +12,17 @@ from mgpu.run.budget import costs
 from mgpu.run.nodes import code_upload
 from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, busy, every, supervised, supervising
+from mgpu.run.record.record import Record, busy, every, find, supervised, supervising
 
 GONE = ("confirmed", "not ours")  # `Record.teardown`: nothing of it is billed to us
 
 
 def obstacle(record: Record) -> str | None:
     """Why this run's record has to stay; None: it may go."""
-    if supervised(record.run_id):
-        return "it is being supervised"
+    return "it is being supervised" if supervised(record.run_id) else _needed(record)
+
+
+def _needed(record: Record) -> str | None:
     if not record.state.final:
         return f"it is not over: {record.state}"
     if record.teardown not in GONE and (record.fleet or record.teardown != "none"):
@@ -51,6 +53,11 @@ def remove(records: Sequence[Record]) -> int:
         with supervising(record.run_id) as mine:
             if not mine:
                 raise busy(record.run_id)
+            now = find(record.run_id) or record  # as nobody changes it any more: it may have been resumed meanwhile
+            if why := _needed(now):
+                raise _refusal({now.run_id: why}, "not removed")
+            if now != record:
+                costs.remember([now])
             freed += size(root)
             shared.remove(record.run_id)  # first: what is removed here alone would come back
             files.remove(record.run_id)
@@ -67,11 +74,15 @@ def require_removable(records: Sequence[Record]) -> None:
     """Raises InputError with every run that may not go, and what to do about it."""
     problems = {each.run_id: why for each in records if (why := obstacle(each))}
     if problems:
-        raise InputError(
-            f"{', '.join(problems)}: not removed, nor any other run",
-            "\n".join(f"{run}: {why}" for run, why in problems.items()),
-            f"End them first: `mgpu stop {next(iter(problems))}`, or `mgpu down {next(iter(problems))}`.",
-        )
+        raise _refusal(problems, "not removed, nor any other run")
+
+
+def _refusal(problems: Mapping[str, str], what: str) -> InputError:
+    return InputError(
+        f"{', '.join(problems)}: {what}",
+        "\n".join(f"{run}: {why}" for run, why in problems.items()),
+        f"End them first: `mgpu stop {next(iter(problems))}`, or `mgpu down {next(iter(problems))}`.",
+    )
 
 
 def size(root: Path) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location
-from mgpu.errors import InputError, TakenOver
+from mgpu.errors import InputError, Interrupted, MgpuError, StackError, TakenOver
 from mgpu.fields import plain
 from mgpu.iac.engine.project import keep_program, project_name
 from mgpu.iac.naming import PROJECT, RUNS_PROJECT, fleet_name
@@ -54,12 +54,13 @@ def submit(
     Raises:
         InputError: the run that is resumed is not over; the code cannot be kept; another run uses the fleet. Nothing
             was changed.
+        StackError, Interrupted: it may be queued, and the error names it; of others nothing was changed.
     """
     run_id = request.run_id
     if resume is not None:
         resume = load(run_id)
         _require_over(resume, own_stack=stack is None)
-    folder = Folder(run_id)
+    folder, sent = Folder(run_id), False
     folder.make()
     try:
         with code_upload.set_aside(request) as code, opening():
@@ -68,9 +69,14 @@ def submit(
             record = _record(request, run_file, stack, fleet, resume, image, of)
             record = replace(record, **more)
             record.earlier = checks.earlier(record.expect, _alike(record))
-            return _submitted(request, run_file, code, record)
-    except BaseException:
-        if resume is None:
+            _placed(request, run_file, code, record)
+            sent = location.current().shared is not None
+            save(record)  # last: a run whose record is there is whole
+            return record
+    except BaseException as error:
+        if sent and (unsure := _unsure(run_id, error)):
+            raise unsure from error
+        if resume is None and not sent:
             shutil.rmtree(folder.root, ignore_errors=True)
         raise
 
@@ -238,8 +244,17 @@ def user() -> str:
     return f"{name}@{os.uname().nodename}"
 
 
-def _submitted(request: Request, run_file: Path, code: Path | None, record: Record) -> Record:
-    """With its files in their places, all at once: what may fail or take long was done before."""
+def _unsure(run_id: str, error: BaseException) -> MgpuError | None:
+    """Of a run whose record was on its way to a bucket; None: the error says enough."""
+    if not isinstance(error, StackError | OSError | KeyboardInterrupt):
+        return None
+    kind = Interrupted if isinstance(error, KeyboardInterrupt) else StackError
+    cure = f"`mgpu queue ls` says whether it is, `mgpu queue rm {run_id}` takes it out; another try is another run."
+    return kind(f"run {run_id} may be queued: nobody has confirmed it", str(error), cure)
+
+
+def _placed(request: Request, run_file: Path, code: Path | None, record: Record) -> None:
+    """Puts its files in their places, all at once: what may fail or take long was done before."""
     folder, said = Folder(request.run_id), text_of(request.spec, run_file)
     shutil.rmtree(folder.work, ignore_errors=True)  # a run that is begun again takes its code as it is now
     if code is not None:
@@ -249,8 +264,6 @@ def _submitted(request: Request, run_file: Path, code: Path | None, record: Reco
         keep_program(Path(record.project), folder.program)
     files.keep(request.run_id)
     shared.withdraw_stop(request.run_id)
-    save(record)  # last: a run whose record is there is whole
-    return record
 
 
 def _require_over(record: Record, *, own_stack: bool) -> None:

@@ -17,6 +17,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.remote.sshconfig import ssh_config
 from mgpu.run.fleet.stack import open_stack
 from mgpu.run.job.stack_output import targets
+from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record
 
@@ -74,6 +75,7 @@ def _route(fleet: StackOutput, alias: str, folder: Path, work: str | None) -> Ss
     known_hosts_file, path = folder / "known_hosts", folder / "ssh_config"
     nodes = targets(fleet)
     config, known_hosts = ssh_config(nodes, Path(fleet.private_key_file).expanduser(), alias, known_hosts_file)
-    known_hosts_file.write_text(known_hosts)
-    path.write_text(config)
+    for file, text in ((known_hosts_file, known_hosts), (path, config)):
+        if not file.exists() or file.read_text() != text:
+            files.replace(file, text.encode())  # whole: another command's ssh may read it now
     return SshRoute(path, alias, tuple(node.rank for node in nodes), work)

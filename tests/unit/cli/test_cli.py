@@ -116,6 +116,35 @@ def test_a_disk_that_is_full_is_told_without_a_traceback(args, unbuffered, run_f
     assert "No space left on device" in error
 
 
+BILLED = """
+import click
+from mgpu.cli import cli, main
+from mgpu.cli.common import closing
+from mgpu.console import Console
+from mgpu.errors import TeardownIncomplete
+from mgpu.run.lifecycle.outcome import Outcome
+from mgpu.run.record.record import Record
+
+text = dict.fromkeys(("name", "project", "project_base", "run_file", "stack", "fleet_name"), "a")
+record = Record(run_id="a-1", own_stack=True, provider="local", nodes=2, teardown="asked", **text)
+outcome = Outcome(record, TeardownIncomplete("2 machines may still be billed"))
+cli.get_command = lambda *_: click.Command("down", callback=lambda: closing.finish(Console(), outcome))
+main(["down"])
+"""
+
+
+@pytest.mark.parametrize(("shell", "encoding"), [("<&- >&-", ""), ("| :", ""), ("", "latin-1")])
+def test_what_may_be_billed_is_told_wherever_the_closing_table_goes(tmp_path, xdg, monkeypatch, shell, encoding):
+    """Standard output is closed, nobody reads it, or its encoding lacks the table's lines."""
+    if encoding:
+        monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    line = f'set -o pipefail; "$0" -c "$1" {shell}'
+    done = subprocess.run(["bash", "-c", line, sys.executable, BILLED], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.startswith("error: 2 machines may still be billed\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_mistakes_in_the_run_file_are_shown_at_once_with_exit_code_2(run_file, tmp_path):
     run_file.write_text("name: a\nprovider: local\nmax_huors: 1\nmax_price_usd_per_hour: -1\ntrain: {}\n")
     done = mgpu(["plan"], tmp_path)

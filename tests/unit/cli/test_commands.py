@@ -468,6 +468,18 @@ def test_ssh_writes_a_configuration_with_pinned_keys(mgpu, running, world):
     assert "~" not in config, "ssh -F is started anywhere, by anybody's shell"
 
 
+def test_what_the_ssh_of_another_command_reads_is_never_half_written(mgpu, running, world, monkeypatch):
+    monkeypatch.setattr("os.execv", lambda *_: None)
+    read = Folder("run-1").root / "ssh_config"
+    read.write_text("as it was before")
+    with read.open() as theirs:
+        mgpu("ssh", "run-1")
+        assert theirs.read() == "as it was before"
+    inode = read.stat().st_ino
+    mgpu("ssh", "run-1")
+    assert read.stat().st_ino == inode, "it says the same"
+
+
 def test_ssh_starts_the_systems_client_with_the_arguments_as_they_are(mgpu, running, world, monkeypatch):
     started = []
     monkeypatch.setattr("shutil.which", lambda _name: "/usr/bin/ssh")
@@ -507,6 +519,27 @@ def test_exec_says_which_nodes_no_client_could_reach(mgpu, running, world, monke
     assert (done.code, done.out) == (5, "[0] fine\n")
     assert "[1] refused" in done.err
     assert "node 1: no connection" in done.err
+
+
+@pytest.fixture
+def at_home(monkeypatch, tmp_path):
+    """An ssh that runs the command here."""
+    client = tmp_path / "ssh"
+    client.write_text('#!/bin/sh\nfor last; do :; done\nexec /bin/sh -c "$last"\n')
+    client.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(client))
+
+
+@pytest.mark.parametrize("node", [(), ("--node", "1")])
+def test_exec_tells_a_programs_own_255_from_no_connection(mgpu, running, at_home, node):
+    done = mgpu("exec", *node, "--", "echo told >&2; exit 255 # (")
+    assert done.code == 255
+    assert "no connection" not in done.err
+
+
+def test_exec_ends_when_the_reader_of_what_it_prints_has_left(mgpu, running, at_home, monkeypatch):
+    monkeypatch.setattr(Console, "text", Mock(side_effect=BrokenPipeError))
+    assert mgpu("exec", "--", "echo a line; exec sleep 3").code == 141
 
 
 def test_ssh_to_what_is_not_there_is_bad_input(mgpu, running, world, monkeypatch):
@@ -557,6 +590,18 @@ def test_a_plan_that_a_launch_would_refuse_says_so_after_the_price_and_names_no_
     assert (refused.code, mgpu("launch", "--yes").code) == (2, 2)
     assert "sinks.gitlab cannot be used" in refused.err
     assert "--code-from" in refused.err
+
+
+def test_a_plan_as_json_refuses_and_warns_as_any_other(mgpu, run_file, world, monkeypatch):
+    monkeypatch.setattr(world.cloud, "offers", LocalProvider().offers, raising=False)
+    monkeypatch.delenv("TOKEN", raising=False)
+    run_file.write_text(run_file.read_text() + "max_usd: 0.0001\n")
+    plain, told = mgpu("plan"), mgpu("plan", "--json")
+    assert plain.code == told.code == 2
+    assert told.json["price_usd_per_hour"] > 0
+    assert "error: max_usd: $0.00 pays for" in told.err
+    assert "warning: secrets: TOKEN not set" in plain.err
+    assert "warning: secrets: TOKEN not set" in told.err
 
 
 def test_a_run_file_that_is_not_there_rents_nothing(mgpu, world):
@@ -644,6 +689,10 @@ def test_with_json_an_error_is_an_object_on_stdout_and_three_lines_on_stderr(mgp
         (("status", "--wrong"), "no such option", "`mgpu status --help`"),
         (("launch", "--set", "nodes"), "--set KEY=VALUE", "`mgpu launch --help`"),
         (("checkpoints", "prune", "--keep-last", "none"), "--keep-last", "`mgpu checkpoints prune --help`"),
+        (("checkpoints", "prune", "--keep-every-hours", "nan"), "nan is not a number", "prune --help`"),
+        (("limits", "set", "--usd-per-month", "nan"), "nan is not a number", "`mgpu limits set --help`"),
+        (("limits", "set", "--usd-per-hour", "inf"), "inf is not a number", "`mgpu limits set --help`"),
+        (("rm", "--older-than-days", "nan"), "nan is not a number", "`mgpu rm --help`"),
         (("lunch",), "Did you mean `launch`?", "`mgpu --help`"),
     ],
     ids=lambda each: each if isinstance(each, str) else each[0],

@@ -6,10 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from mgpu.backend import location
+from mgpu.cli import complete
+from mgpu.errors import StackError
 from mgpu.run.record.record import State
 
 MGPU = str(Path(sys.executable).with_name("mgpu"))
@@ -56,6 +61,18 @@ def test_stacks_are_those_of_the_backend(tab, world):
         (folder / name).touch()
     assert tab("mgpu run --stack ") == ["dev", "night"]
     assert tab("mgpu down --stack n") == ["night"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_bucket_is_not_asked_and_nothing_is_said(world, monkeypatch, broken):
+    world.record("first-1", stack="dev")
+    opened = Mock(side_effect=StackError("the backend does not answer"))
+    monkeypatch.setattr(location.Backend, "_store", opened)
+    bucket = replace(location.current(), folder=None)
+    monkeypatch.setattr(location, "current", opened if broken else lambda: bucket)
+    assert [each.value for each in complete.runs(Mock(), Mock(), "")] == ["first-1"] * (not broken) + ["last"]
+    assert [each.value for each in complete.stacks(Mock(), Mock(), "")] == ["dev"] * (not broken)
+    assert broken or not opened.called
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -9,6 +9,7 @@ import yaml
 
 from mgpu import paths
 from mgpu.backend import location
+from mgpu.cli.init import _ignore
 from mgpu.errors import InputError
 from mgpu.spec.load import load
 
@@ -47,6 +48,15 @@ def test_a_program_that_saves_as_mgpu_expects_keeps_its_checkpoints_and_requirem
     assert spec.checkpoint != "none"
     assert spec.recovery.attempts > 0
     assert spec.code.requirements == "requirements.txt"
+
+
+def test_a_gitignore_that_is_not_utf_8_keeps_its_bytes(tmp_path):
+    path = tmp_path / ".gitignore"
+    path.write_bytes("größe/\n".encode("latin-1"))
+    _ignore(path)
+    first, *added = path.read_bytes().splitlines()
+    assert first == "größe/".encode("latin-1")
+    assert b".mgpu/" in added
 
 
 def test_what_comes_next_can_be_pasted_whatever_the_folder_is_called(mgpu, world, monkeypatch):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -167,6 +168,7 @@ def test_buying_shows_the_whole_price_and_prints_what_a_run_file_needs(mgpu: Mgp
     [
         (("cb-1", "--yes"), "--max-usd"),
         (("cb-1", "--yes", "--max-usd", "1919"), "more than"),
+        (("cb-1", "--yes", "--max-usd", "nan"), "not a number"),
         (("cb-1",), "nobody can be asked"),
         (("cb-2", "--yes", "--max-usd", "9999"), "is not known here"),
     ],
@@ -174,7 +176,7 @@ def test_buying_shows_the_whole_price_and_prints_what_a_run_file_needs(mgpu: Mgp
 def test_without_a_yes_to_this_price_nothing_is_bought(mgpu: Mgpu, seller: Seller, words: tuple[str, ...], said: str):
     found(mgpu)
     caught = mgpu("buy", *words).exception
-    assert isinstance(caught, InputError)
+    assert isinstance(caught, InputError | click.BadParameter)
     assert said in str(caught)
     assert seller.bought == []
 

@@ -6,6 +6,9 @@ import time
 
 import pytest
 
+from mgpu.errors import InputError
+from mgpu.run.budget import costs
+from mgpu.run.lifecycle import removal
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State
@@ -63,6 +66,21 @@ def test_a_run_that_is_supervised_stays(mgpu, over):
         assert "it is being supervised" in mgpu("rm", "run-1", "--yes").err
         assert "no run to remove" in mgpu("rm", "--keep-last", "0", "--yes").err
     assert record.ids() == ["run-1"]
+
+
+def test_a_run_that_was_resumed_while_somebody_was_asked_stays(over):
+    chosen = [over("run-1"), over("run-2")]
+    over("run-2", state=State.RUNNING, teardown="none", fleet={"version": 1})
+    with pytest.raises(InputError, match="run-2: not removed\nrun-2: it is not over: running"):
+        removal.remove(chosen)
+    assert record.ids() == ["run-2"]
+
+
+def test_what_a_run_has_spent_since_it_was_chosen_stays_known(over):
+    chosen = [over("run-1", price_usd_per_hour=1.0)]
+    over("run-1", price_usd_per_hour=2.0)
+    removal.remove(chosen)
+    assert [each.price_usd_per_hour for each in costs.all_records()] == [2.0]
 
 
 def test_a_run_that_never_had_machines_may_go(mgpu, over):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -103,6 +104,14 @@ def test_one_that_cannot_be_read_is_named(folder, name):
     (folder / name).write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
         scan(folder)
+
+
+@pytest.mark.parametrize("name", [".gitignore", ".mgpuignore"])
+def test_one_that_is_not_utf_8_is_read_as_git_reads_it(folder, name):
+    (folder / ".git").mkdir()
+    (folder / name).write_bytes("# größe\ndata/\n*.lög\n".encode("latin-1"))
+    (folder / os.fsdecode(b"x.l\xf6g")).touch()
+    assert sent(folder) == ALL - {"data/a", "data/b"}
 
 
 def test_of_its_own_file_every_line_is_a_pattern(folder):

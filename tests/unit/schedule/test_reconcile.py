@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -618,6 +619,23 @@ def test_a_sweep_is_queued_as_many_runs_and_begun_with_as_many_as_may_be_at_work
         (third, "its sweep, which has 2 runs at a time")
     ]
     assert "SEED: '3'" in Folder(third).run_file.read_text()
+
+
+def test_a_sweep_that_fails_at_one_run_names_those_that_are_queued(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    with nights.world.run_file.open("a") as file:
+        file.write("matrix: {env.SEED: [1, 2, 3]}\n")
+    saves, written = iter([submit.save, submit.save]), list[Record]()
+
+    def save(record_: Record) -> None:
+        next(saves, Mock(side_effect=StackError("the backend does not answer")))(record_)
+        written.append(record_)
+
+    monkeypatch.setattr(submit, "save", save)
+    failed = mgpu("submit", "--yes", "--json").exception
+    assert isinstance(failed, StackError)
+    assert failed.to_json()["queued"] == [each.run_id for each in written] == record.ids()
+    assert len(written) == 2
 
 
 def test_the_queue_from_the_command_line(nights, monkeypatch):

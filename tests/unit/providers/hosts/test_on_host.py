@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,27 @@ def test_files_that_cannot_be_removed_are_told_and_hold_no_host(home: Path, monk
     assert not on_host.HOLDER.exists()
     told = json.loads((on_host.ENDED / "0a0a0a0a0a-0.json").read_text())["ended"]
     assert told.startswith(f"given back; not removed: {folder}, the run's line in authorized_keys (")
+
+
+def test_a_full_disk_keeps_nothing_alive_and_the_token_is_used_up(home: Path, monkeypatch):
+    def full(path: Path, _: str) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    name = "0a0a0a0a0b-0"
+    on_host.MINE.mkdir()
+    record = {**RECORD, "name": name, "folder": str(home / "run"), "watch": None, "boot": on_host._boot()}
+    on_host._write(on_host.HOLDER, record)
+    orphan = ["/bin/sh", "-c", "sleep 30 >/dev/null 2>&1 & echo $!"]  # `_end` spares what is below this process
+    trains = int(subprocess.run(orphan, env={on_host.MARK: name}, capture_output=True, check=True).stdout)
+    assert on_host._process(trains)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert on_host._end(name, "given back")
+    assert on_host._process(trains) is None
+    answer = on_host.main({"verb": "look", "names": [name]})
+    assert answer["held"] is None
+    assert [(each["name"], each["ended"]) for each in answer["ended"]] == [(name, on_host._FULL)]
+    assert {path.name for path in on_host.MINE.iterdir()} == {"ended", "mutex"}, "no half-written file"
 
 
 def test_a_lock_on_the_keys_that_somebody_has_all_the_time_is_not_waited_for_without_end(home: Path, monkeypatch):

@@ -90,17 +90,25 @@ def test_an_answer_that_is_none_is_told():
             {"hostname": "fd00::7", "proxyjump": "fd00::1"},
             ["ssh", "-o", "BatchMode=yes", "-W", "[fd00::7]:22", "--", "ssh://[fd00::1]"],
         ),
-        ({"proxycommand": "nc -x %r %h %p 100%%"}, ["sh", "-c", "exec nc -x anna 10.0.0.7 22 100%"]),
+        ({"proxycommand": "nc -x %r %h %p 100%%h"}, ["sh", "-c", "exec nc -x anna 10.0.0.7 22 100%h"]),
+        ({"proxycommand": "gate %n"}, ["sh", "-c", "exec gate gpu1"]),
     ],
 )
 def test_a_detour_of_the_users_is_taken_by_the_run_too(settings, via):
     known = {"hostname": "10.0.0.7", "port": "22", "user": "anna", **settings}
-    found = ssh.Client()._via(known)
+    found = ssh.Client()._via(GPU, known)
     assert found == (via and {"command": via})
     if via:
         node = NodeState.model_validate({"rank": 0, "id": "x", "phase": "running", "via": found})
         assert isinstance(node.via, ProxyCommand)
         assert hop(found)
+
+
+def test_a_detour_that_ssh_alone_understands_is_refused_before_the_host_is_taken():
+    known = {"hostname": "10.0.0.7", "port": "22", "user": "anna", "proxycommand": "gate %C %h %%C"}
+    with pytest.raises(InvalidRequest, match="its ProxyCommand has %C\n") as caught:
+        ssh.Client()._via(GPU, known)
+    assert caught.value.scope == "offer"
 
 
 def test_the_key_that_is_pinned_is_the_one_that_ssh_has_accepted(tmp_path: Path):

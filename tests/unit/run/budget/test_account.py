@@ -178,6 +178,11 @@ def test_limits_of_a_newer_mgpu_and_what_it_has_claimed_are_carried_through():
     objects.change("limits.json", lambda _: newer)
     account.change(runs=2)
     assert objects.read("limits.json") == newer | asdict(Limits(runs=2))
+
+
+def test_a_limit_of_nan_that_was_once_set_is_none():
+    objects.change("limits.json", lambda _: {"usd_per_month": float("nan"), "runs": 2})
+    assert account.limits() == Limits(runs=2)
     objects.change("claims.json", lambda _: {"version": 1, "claims": {}, "of_tomorrow": [1]})
     with account.place("run-1", lambda: 1.0):
         pass

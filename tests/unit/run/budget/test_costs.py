@@ -78,8 +78,9 @@ def test_a_month_is_one_of_utc(at: float):
 def test_what_a_removed_run_has_spent_stays_known_and_counts_once(xdg: Path):
     for each in ALL:
         records.save(each)
+    records.save(over := replace(SMALL, state=State.SUCCEEDED, teardown="confirmed"))
     remember([NIGHT, OLD, run("queued")])
-    removal.remove([SMALL])  # as `mgpu rm` does
+    removal.remove([over])  # as `mgpu rm` does
     assert total(stretches(all_records(), NOW)).usd == 111.0
     for each in (NIGHT, OLD):
         Folder(each.run_id).record.unlink()

@@ -8,15 +8,17 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.checkpoint.log.commit_log import CommitLog
-from mgpu_train.store import Denied, NoStore, Unavailable
+from mgpu_train.store import Denied, NoStore, StoreError, Unavailable, open_store
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
 from mgpu import paths
+from mgpu.backend import location
 from mgpu.cli.common import closing
 from mgpu.console import Console
 from mgpu.errors import (
@@ -493,6 +495,26 @@ def test_a_queued_run_needs_nothing_more_of_the_folder_that_it_comes_from(projec
     assert outcome is not None
     assert outcome.exit_code == 0
     assert (Folder("run-1").work / "train.py").read_text() == "as submitted", "what is sent"
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind"), [(StoreError("503 Slow Down"), StackError), (KeyboardInterrupt(), Interrupted)]
+)
+def test_a_run_that_may_be_queued_though_its_submission_failed_is_named_and_kept(
+    project, tmp_path, monkeypatch, broken, kind
+):
+    """Its record was written, and the answer is lost: whoever believed that nothing was done would pay for two."""
+    store = open_store(f"file://{tmp_path}/bucket")
+    request = resolve(project.spec(), "run-1", project.world.folder, timeouts=project.world.timeouts)
+    with monkeypatch.context() as patched:
+        patched.setattr(location.Backend, "shared", store)
+        patched.setattr(type(store), "read", Mock(side_effect=broken))
+        with pytest.raises(kind) as caught:
+            submit(request, project.world.run_file)
+    assert json.loads(store.get("records/run-1.json", 1 << 20))["state"] == "queued"
+    assert "run run-1 may be queued" in caught.value.what
+    assert "`mgpu queue rm run-1`" in caught.value.next_step
+    assert Folder("run-1").run_file.exists()
 
 
 @pytest.mark.parametrize("end", ["stop", "down"])
