@@ -105,7 +105,9 @@ def test_a_region_that_is_closed_fails_the_end_only_of_a_fleet_that_may_be_there
     world.cloud.list_reached = lambda owner: Listing(handles=listed(owner), closed={"east": denied})
     if known == "by the journal":
         intent = {"provider": "local", "region": "east"}
-        generations.open_journal(paths.state_dir(), paths.owner(), stack.fleet).append("intent", token="t", offer=intent)
+        generations.open_journal(paths.state_dir(), paths.owner(), stack.fleet).append(
+            "intent", token="t", offer=intent
+        )
     region = "east" if known == "by the caller" else "west"
 
     def end():
