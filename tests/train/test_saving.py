@@ -340,6 +340,39 @@ def test_what_a_forward_pass_changes_is_copied_before_it(one, tmp_path):
     assert same(one.loaded(tmp_path / "step-1"), before)
 
 
+def test_a_parameter_that_had_no_gradient_is_no_reason_against_a_resume(tmp_path, caplog):
+    """A layer that nothing uses, an expert without tokens: optimizers keep nothing of it, and it begins anew."""
+
+    def made(names: tuple[str, ...]) -> tuple[nn.ModuleDict, torch.optim.Optimizer, Checkpointer]:
+        torch.manual_seed(2)
+        model = nn.ModuleDict({"used": nn.Linear(5, 3), "idle": nn.Linear(5, 2)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for name in names:
+            model[name](torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parts, place = parts_of(model, optimizer), Alone(0, 0, 1, CPU, None, None)  # type: ignore[arg-type]
+        return model, optimizer, Checkpointer(parts, place, "all", {})
+
+    before, kept, checkpointer = made(("used",))
+    checkpointer.save(tmp_path, Progress(1, 2))
+    after, begun, checkpointer = made(())
+    assert checkpointer.load(tmp_path / "step-1") == Progress(1, 2)
+    assert same(list(after.parameters()), list(before.parameters()))
+    for one, other in zip(before.parameters(), after.parameters(), strict=True):
+        assert kept.state.get(one, {}).keys() == begun.state.get(other, {}).keys()
+        assert same(list(kept.state.get(one, {}).values()), list(begun.state.get(other, {}).values()))
+    assert len(begun.state) == 2
+    assert "begin anew: optimizer.state.idle.bias, optimizer.state.idle.weight" in caplog.text
+
+    made(("used", "idle"))[2].save(tmp_path, Progress(2, 4))
+    metadata = pickle.loads((tmp_path / "step-2" / ".metadata").read_bytes())  # noqa: S301 - its own
+    del metadata.state_dict_metadata["optimizer.state.idle.weight.exp_avg"]
+    (tmp_path / "step-2" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(TrainError, match=r"another optimizer: `state\.idle\.weight\.exp_avg` is absent"):
+        made(())[2].load(tmp_path / "step-2")
+
+
 def test_memory_is_laid_out_once(one, tmp_path):
     one.checkpointer.save(tmp_path, Progress(1, 2))
     staging = one.checkpointer._staging

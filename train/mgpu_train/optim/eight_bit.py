@@ -85,8 +85,12 @@ class AdamW8bit(torch.optim.Optimizer):
         """In place: torch's own would make codes floating-point."""
         ours, theirs = _parameters(self.param_groups), _parameters(state_dict["param_groups"])
         for parameter, name in zip(ours, theirs, strict=True):
+            kept = state_dict["state"].get(name)
+            if kept is None:  # as torch's own: it begins anew
+                self.state.pop(parameter, None)
+                continue
             state = self.state[parameter] or self._begin(parameter)
-            for key, value in state_dict["state"].get(name, {}).items():
+            for key, value in kept.items():
                 local(state[key]).copy_(local(value))
 
 

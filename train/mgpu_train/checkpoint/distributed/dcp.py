@@ -180,7 +180,8 @@ class Checkpointer:
             saved = reader.read_metadata()
             known = {name.partition(".")[0] for name in saved.state_dict_metadata}
             parts = {name: part for name, part in self.parts.items() if name in known or name == "model"}
-            state = {name: part.state_dict() for name, part in parts.items()} | {"progress": asdict(Progress())}
+            state = {name: _known(saved, part.state_dict(), name) for name, part in parts.items()}
+            state["progress"] = asdict(Progress())
             _require_same(saved, state)
             load(state, storage_reader=reader, planner=PlainLoadPlanner(), process_group=self.place.control)
         except TrainError as error:
@@ -308,6 +309,26 @@ def _pick(value: dict[str, Any], wanted: set[str], path: str = "") -> dict[str, 
         elif is_sharded(inner) or not isinstance(inner, torch.Tensor) or f"{path}/{name}" in wanted:
             picked[name] = inner
     return picked
+
+
+def _known(saved: Metadata, state: dict[str, Any], part: str) -> dict[str, Any]:
+    """A part without the dictionaries of which a checkpoint has nothing: optimizers keep nothing of a parameter before
+    its first gradient, and begin with it then."""
+    there = {name.rpartition(".")[0] for name in saved.state_dict_metadata}
+    there |= {name[:at] for name in there for at, each in enumerate(name) if each == "."}
+
+    def known(value: dict[str, Any], path: str) -> dict[str, Any]:
+        return {
+            name: known(inner, f"{path}{name}.") if isinstance(inner, dict) else inner
+            for name, inner in value.items()
+            if not isinstance(inner, dict) or f"{path}{name}" in there
+        }
+
+    kept = known(state, f"{part}.")
+    lacks = {f"{part}.{name.rpartition('.')[0]}" for name in dict(_tensors(state)).keys() - dict(_tensors(kept)).keys()}
+    if lacks:
+        log.warning("nothing of these is in the checkpoint, and they begin anew: %s", ", ".join(sorted(lacks)))
+    return kept
 
 
 def _require_same(saved: Metadata, state: dict[str, Any]) -> None:
