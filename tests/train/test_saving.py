@@ -11,8 +11,9 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -414,15 +415,47 @@ def test_shards_have_no_crc_32_and_what_else_torch_saves_has(request, kind, tmp_
     assert all(each.CRC for each in zipfile.ZipFile(tmp_path / "own.pt").infolist() if each.file_size)
 
 
+@dataclass(frozen=True)
+class Met(Place):
+    """One of several ranks that are threads."""
+
+    met: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    told: list[Any] = field(default_factory=lambda: [None])
+
+    def gather(self, value: Any) -> list[Any]:
+        self.told[self.rank] = value
+        self.met.wait(10)
+        found = list(self.told)
+        self.met.wait(10)
+        return found
+
+
+def shares_of(states: list[dict[str, Any]], stages: int = 1) -> list[dict[str, Any]]:
+    """What each rank saves, of what each holds."""
+    count = len(states)
+    met, told = threading.Barrier(count), [None] * count
+    places = [Met(each, each, count, CPU, None, None, 1, stages, None, met, told) for each in range(count)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(_share, states, places))
+
+
 def test_ranks_share_out_what_they_hold_alike_and_none_copies_all_of_it():
     alike = {str(number): torch.zeros(number + 1) for number in range(20)}
     state = {"model": alike, "optimizer": {"state": {"0": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}}
-    shares = [_share(state, Alone(rank, rank, 3, CPU, None, None)) for rank in range(3)]  # type: ignore[arg-type]
+    shares = shares_of([state] * 3)
     names = [[*share["model"], *share["optimizer"]["state"]["0"]] for share in shares]
     assert sorted(name for each in names for name in each) == sorted([*alike, "step"])
     sizes = [sum(tensor.numel() for tensor in share["model"].values()) for share in shares]
     assert max(sizes) <= min(sizes) + 20
     assert all(share["optimizer"]["param_groups"] == [{"lr": 0.1}] for share in shares)
+
+
+def test_each_tensor_is_saved_once_also_where_a_rank_does_not_hold_it():
+    """Two stages of three ranks, of which each rank of the second one lacks another tensor."""
+    first, second = ({f"{stage}.{n}": torch.zeros(1) for n in range(7)} for stage in range(2))
+    lacking = [{name: each for name, each in second.items() if name != f"1.{rank}"} for rank in range(3)]
+    shares = shares_of([{"model": each} for each in (first, first, first, *lacking)], stages=2)
+    assert sorted(name for share in shares for name in share["model"]) == sorted([*first, *second])
 
 
 def test_staging_takes_every_shape_and_type():

@@ -9,11 +9,12 @@ To import torch.distributed.checkpoint takes most of a second: it is done where 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -280,16 +281,30 @@ def _publish(place: Place, aside: Path | None, target: Path) -> None:
 
 
 def _share(state: dict[str, Any], place: Place) -> dict[str, Any]:
-    """This rank's part of what all ranks hold alike, so that none copies and writes all; what is sharded stays."""
-    alike = sorted(_alike(state), key=lambda found: -found[1])
+    """This rank's part of what all ranks hold alike, so that none copies and writes all; what is sharded stays.
+
+    All ranks call it together: each tensor is written once, also where a rank does not hold it.
+    """
     loads = [0] * place.stage_size
     mine = set()
-    for path, size in alike:
-        rank = loads.index(min(loads))
+    for path, (size, ranks) in sorted(_held(state, place).items(), key=lambda found: -found[1][0]):
+        rank = min(ranks, key=loads.__getitem__)
         loads[rank] += size
         if rank == place.rank % place.stage_size:
             mine.add(path)
     return _pick(state, mine)
+
+
+def _held(state: dict[str, Any], place: Place) -> dict[str, tuple[int, Sequence[int]]]:
+    """The replicated tensors of this stage: bytes, and which of its ranks hold them. Ranks tell each other what they
+    hold only where it is not the same within each stage."""
+    alike, size = dict(_alike(state)), place.stage_size
+    digests = place.gather(hashlib.sha256(repr(alike).encode()).digest())
+    if all(digests[rank] == digests[rank // size * size] for rank in range(place.world_size)):
+        return {path: (nbytes, range(size)) for path, nbytes in alike.items()}
+    stage = place.gather(alike)[place.stage * size :][:size]
+    sizes = {path: nbytes for each in stage for path, nbytes in each.items()}
+    return {path: (nbytes, [rank for rank in range(size) if path in stage[rank]]) for path, nbytes in sizes.items()}
 
 
 def _alike(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
