@@ -15,10 +15,36 @@ from unittest.mock import patch
 
 import mgpu_train.models.nf4
 import mgpu_train.optim.eight_bit  # noqa: F401
+import torch
 from finetunes import train
 from mgpu_train import parallel
 from mgpu_train.strategies import fp8
+from products import Chain, Rotation
 from saves import ranks
+from torch import nn
+
+
+class Rows(Chain):
+    """With a parameter of 8 bits and one row, of which other ranks hold nothing, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.idle = nn.Parameter(torch.empty(1, 64, 64)), nn.Linear(64, 64)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """(B, 6) -> (B, 6)."""
+        return super().forward(given @ self.row[0, :6, :6])
+
+
+class Uneven(Rotation):
+    """Rotation's data."""
+
+    def model(self) -> nn.Module:
+        return Rows()
+
+    def initialise(self, model: nn.Module) -> None:
+        super().initialise(model)
+        nn.init.normal_(model.get_parameter("row"))
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ LM: dict[str, Any] = {
     "model": {"layers": 2, "dim": 64, "heads": 2}, "steps": 8, "validate_every": 8,
 }  # fmt: skip
 EIGHT = {**LM, "optimizer": "adamw8bit"}
+UNEVEN = {"task": "low_bits:Uneven", "optimizer": "adamw8bit", "steps": 8, "validate_every": 8}
 QLORA = {"rank": 4, "quantize_base": "nf4"}
 META = {"format": "pt"}
 
@@ -86,6 +87,8 @@ def stories(out: Path) -> dict[int, dict[str, dict[str, Any]]]:
         "eight-ddp": {**EIGHT, "strategy": "ddp"},
         "eight-fsdp": {**EIGHT, **sharded},
         "eight-fsdp-on": {**EIGHT, **sharded, "resume": "eight-fsdp/checkpoints/step-3"},
+        "uneven": {**UNEVEN, **sharded},
+        "uneven-on": {**UNEVEN, **sharded, "resume": "uneven/checkpoints/step-3"},
         "eight-fsdp-from-one": {**EIGHT, **sharded, "resume": "eight/checkpoints/step-3"},
         "fp8-fsdp": {**LM, **sharded, "precision": "fp8"},
         "bf16-fsdp": {**LM, **sharded, "precision": "bf16"},
@@ -139,7 +142,7 @@ def test_ranks_round_the_blocks_that_one_process_rounds(trained, name):
         assert losses(trained, name, kind) == pytest.approx(losses(trained, "eight", kind), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["eight", "eight-fsdp"])
+@pytest.mark.parametrize("name", ["eight", "eight-fsdp", "uneven"])
 def test_training_goes_on_bit_by_bit(trained, same_bits, name):
     assert losses(trained, f"{name}-on") == losses(trained, name)[3:]
     same_bits(*(trained(each).home / "checkpoints" / "step-8" for each in (name, f"{name}-on")))

@@ -11,8 +11,9 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -340,6 +341,39 @@ def test_what_a_forward_pass_changes_is_copied_before_it(one, tmp_path):
     assert same(one.loaded(tmp_path / "step-1"), before)
 
 
+def test_a_parameter_that_had_no_gradient_is_no_reason_against_a_resume(tmp_path, caplog):
+    """A layer that nothing uses, an expert without tokens: optimizers keep nothing of it, and it begins anew."""
+
+    def made(names: tuple[str, ...]) -> tuple[nn.ModuleDict, torch.optim.Optimizer, Checkpointer]:
+        torch.manual_seed(2)
+        model = nn.ModuleDict({"used": nn.Linear(5, 3), "idle": nn.Linear(5, 2)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for name in names:
+            model[name](torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parts, place = parts_of(model, optimizer), Alone(0, 0, 1, CPU, None, None)  # type: ignore[arg-type]
+        return model, optimizer, Checkpointer(parts, place, "all", {})
+
+    before, kept, checkpointer = made(("used",))
+    checkpointer.save(tmp_path, Progress(1, 2))
+    after, begun, checkpointer = made(())
+    assert checkpointer.load(tmp_path / "step-1") == Progress(1, 2)
+    assert same(list(after.parameters()), list(before.parameters()))
+    for one, other in zip(before.parameters(), after.parameters(), strict=True):
+        assert kept.state.get(one, {}).keys() == begun.state.get(other, {}).keys()
+        assert same(list(kept.state.get(one, {}).values()), list(begun.state.get(other, {}).values()))
+    assert len(begun.state) == 2
+    assert "begin anew: optimizer.state.idle.bias, optimizer.state.idle.weight" in caplog.text
+
+    made(("used", "idle"))[2].save(tmp_path, Progress(2, 4))
+    metadata = pickle.loads((tmp_path / "step-2" / ".metadata").read_bytes())  # noqa: S301 - its own
+    del metadata.state_dict_metadata["optimizer.state.idle.weight.exp_avg"]
+    (tmp_path / "step-2" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(TrainError, match=r"another optimizer: `state\.idle\.weight\.exp_avg` is absent"):
+        made(())[2].load(tmp_path / "step-2")
+
+
 def test_memory_is_laid_out_once(one, tmp_path):
     one.checkpointer.save(tmp_path, Progress(1, 2))
     staging = one.checkpointer._staging
@@ -381,15 +415,47 @@ def test_shards_have_no_crc_32_and_what_else_torch_saves_has(request, kind, tmp_
     assert all(each.CRC for each in zipfile.ZipFile(tmp_path / "own.pt").infolist() if each.file_size)
 
 
+@dataclass(frozen=True)
+class Met(Place):
+    """One of several ranks that are threads."""
+
+    met: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    told: list[Any] = field(default_factory=lambda: [None])
+
+    def gather(self, value: Any) -> list[Any]:
+        self.told[self.rank] = value
+        self.met.wait(10)
+        found = list(self.told)
+        self.met.wait(10)
+        return found
+
+
+def shares_of(states: list[dict[str, Any]], stages: int = 1) -> list[dict[str, Any]]:
+    """What each rank saves, of what each holds."""
+    count = len(states)
+    met, told = threading.Barrier(count), [None] * count
+    places = [Met(each, each, count, CPU, None, None, 1, stages, None, met, told) for each in range(count)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(_share, states, places))
+
+
 def test_ranks_share_out_what_they_hold_alike_and_none_copies_all_of_it():
     alike = {str(number): torch.zeros(number + 1) for number in range(20)}
     state = {"model": alike, "optimizer": {"state": {"0": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}}
-    shares = [_share(state, Alone(rank, rank, 3, CPU, None, None)) for rank in range(3)]  # type: ignore[arg-type]
+    shares = shares_of([state] * 3)
     names = [[*share["model"], *share["optimizer"]["state"]["0"]] for share in shares]
     assert sorted(name for each in names for name in each) == sorted([*alike, "step"])
     sizes = [sum(tensor.numel() for tensor in share["model"].values()) for share in shares]
     assert max(sizes) <= min(sizes) + 20
     assert all(share["optimizer"]["param_groups"] == [{"lr": 0.1}] for share in shares)
+
+
+def test_each_tensor_is_saved_once_also_where_a_rank_does_not_hold_it():
+    """Two stages of three ranks, of which each rank of the second one lacks another tensor."""
+    first, second = ({f"{stage}.{n}": torch.zeros(1) for n in range(7)} for stage in range(2))
+    lacking = [{name: each for name, each in second.items() if name != f"1.{rank}"} for rank in range(3)]
+    shares = shares_of([{"model": each} for each in (first, first, first, *lacking)], stages=2)
+    assert sorted(name for share in shares for name in share["model"]) == sorted([*first, *second])
 
 
 def test_staging_takes_every_shape_and_type():

@@ -24,7 +24,7 @@ class Part(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from it; it has the names and shapes of `state_dict`."""
+        """Goes on from it; it has the names and shapes of `state_dict`, less dictionaries of which nothing is saved."""
         ...
 
     def steady(self) -> Iterable[torch.Tensor]:
@@ -72,11 +72,15 @@ class OptimizerPart:
         return {"state": get_optimizer_state_dict(self._model, self._optimizers)["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On this rank's device."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+        """On this rank's device. A parameter that is not in it begins anew: none of its gradients had come yet."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+            set_optimizer_state_dict,
+        )
 
-        now = get_optimizer_state_dict(self._model, self._optimizers)
-        set_optimizer_state_dict(self._model, self._optimizers, {**now, **state})
+        now, options = get_optimizer_state_dict(self._model, self._optimizers), StateDictOptions(strict=False)
+        set_optimizer_state_dict(self._model, self._optimizers, {**now, **state}, options=options)
 
     def steady(self) -> Iterable[torch.Tensor]:
         """All of it."""

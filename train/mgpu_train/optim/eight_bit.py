@@ -9,6 +9,7 @@ parameter is. So checkpoints know nothing of torchao, and hold the very bits.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             rate = torch.as_tensor(group["lr"], dtype=torch.float32)  # as a number it would be compiled in
             for each in group["params"]:
-                if each.grad is not None and local(each).numel():  # a rank may have no row
+                if each.grad is not None:
                     self._change(each, local(each.grad), rate, group["weight_decay"])
 
     def _change(self, parameter: nn.Parameter, gradient: Tensor, rate: Tensor, decay: float) -> None:
@@ -64,6 +65,9 @@ class AdamW8bit(torch.optim.Optimizer):
         )
         factor = held.new_ones(()) if self.grad_scale is None else 1 / self.grad_scale
         skipped = held.new_zeros(()) if self.found_inf is None else self.found_inf
+        if not held.numel():  # a rank without a row has the same state as the others, and may be who saves the step
+            state["step"] += skipped == 0
+            return
         update, unlimited = _update_on(held.device)
         with unlimited():
             update(held, gradient, factor, skipped.bool(), state["step"], first, second, rate, decay)
@@ -72,7 +76,7 @@ class AdamW8bit(torch.optim.Optimizer):
         """Moments of nothing: codes of scale 0."""
         held, block = local(parameter), block_of(parameter.shape)
         assert block is not None  # noqa: S101 - `optim.base` sees to it
-        rows, blocks = len(held), held.numel() // max(1, len(held)) // block
+        rows, blocks = len(held), math.prod(parameter.shape[1:]) // block
         state = self.state[parameter]
         state["step"] = torch.zeros((), device=held.device)
         for name in _MOMENTS:
@@ -85,8 +89,12 @@ class AdamW8bit(torch.optim.Optimizer):
         """In place: torch's own would make codes floating-point."""
         ours, theirs = _parameters(self.param_groups), _parameters(state_dict["param_groups"])
         for parameter, name in zip(ours, theirs, strict=True):
+            kept = state_dict["state"].get(name)
+            if kept is None:  # as torch's own: it begins anew
+                self.state.pop(parameter, None)
+                continue
             state = self.state[parameter] or self._begin(parameter)
-            for key, value in state_dict["state"].get(name, {}).items():
+            for key, value in kept.items():
                 local(state[key]).copy_(local(value))
 
 

@@ -9,11 +9,12 @@ To import torch.distributed.checkpoint takes most of a second: it is done where 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -180,7 +181,8 @@ class Checkpointer:
             saved = reader.read_metadata()
             known = {name.partition(".")[0] for name in saved.state_dict_metadata}
             parts = {name: part for name, part in self.parts.items() if name in known or name == "model"}
-            state = {name: part.state_dict() for name, part in parts.items()} | {"progress": asdict(Progress())}
+            state = {name: _known(saved, part.state_dict(), name) for name, part in parts.items()}
+            state["progress"] = asdict(Progress())
             _require_same(saved, state)
             load(state, storage_reader=reader, planner=PlainLoadPlanner(), process_group=self.place.control)
         except TrainError as error:
@@ -279,16 +281,30 @@ def _publish(place: Place, aside: Path | None, target: Path) -> None:
 
 
 def _share(state: dict[str, Any], place: Place) -> dict[str, Any]:
-    """This rank's part of what all ranks hold alike, so that none copies and writes all; what is sharded stays."""
-    alike = sorted(_alike(state), key=lambda found: -found[1])
+    """This rank's part of what all ranks hold alike, so that none copies and writes all; what is sharded stays.
+
+    All ranks call it together: each tensor is written once, also where a rank does not hold it.
+    """
     loads = [0] * place.stage_size
     mine = set()
-    for path, size in alike:
-        rank = loads.index(min(loads))
+    for path, (size, ranks) in sorted(_held(state, place).items(), key=lambda found: -found[1][0]):
+        rank = min(ranks, key=loads.__getitem__)
         loads[rank] += size
         if rank == place.rank % place.stage_size:
             mine.add(path)
     return _pick(state, mine)
+
+
+def _held(state: dict[str, Any], place: Place) -> dict[str, tuple[int, Sequence[int]]]:
+    """The replicated tensors of this stage: bytes, and which of its ranks hold them. Ranks tell each other what they
+    hold only where it is not the same within each stage."""
+    alike, size = dict(_alike(state)), place.stage_size
+    digests = place.gather(hashlib.sha256(repr(alike).encode()).digest())
+    if all(digests[rank] == digests[rank // size * size] for rank in range(place.world_size)):
+        return {path: (nbytes, range(size)) for path, nbytes in alike.items()}
+    stage = place.gather(alike)[place.stage * size :][:size]
+    sizes = {path: nbytes for each in stage for path, nbytes in each.items()}
+    return {path: (nbytes, [rank for rank in range(size) if path in stage[rank]]) for path, nbytes in sizes.items()}
 
 
 def _alike(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -308,6 +324,26 @@ def _pick(value: dict[str, Any], wanted: set[str], path: str = "") -> dict[str, 
         elif is_sharded(inner) or not isinstance(inner, torch.Tensor) or f"{path}/{name}" in wanted:
             picked[name] = inner
     return picked
+
+
+def _known(saved: Metadata, state: dict[str, Any], part: str) -> dict[str, Any]:
+    """A part without the dictionaries of which a checkpoint has nothing: optimizers keep nothing of a parameter before
+    its first gradient, and begin with it then."""
+    there = {name.rpartition(".")[0] for name in saved.state_dict_metadata}
+    there |= {name[:at] for name in there for at, each in enumerate(name) if each == "."}
+
+    def known(value: dict[str, Any], path: str) -> dict[str, Any]:
+        return {
+            name: known(inner, f"{path}{name}.") if isinstance(inner, dict) else inner
+            for name, inner in value.items()
+            if not isinstance(inner, dict) or f"{path}{name}" in there
+        }
+
+    kept = known(state, f"{part}.")
+    lacks = {f"{part}.{name.rpartition('.')[0]}" for name in dict(_tensors(state)).keys() - dict(_tensors(kept)).keys()}
+    if lacks:
+        log.warning("nothing of these is in the checkpoint, and they begin anew: %s", ", ".join(sorted(lacks)))
+    return kept
 
 
 def _require_same(saved: Metadata, state: dict[str, Any]) -> None:
