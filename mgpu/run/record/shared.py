@@ -13,6 +13,7 @@ lock, and brings what others ask for.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
@@ -40,10 +41,12 @@ _LARGEST = 16 << 20  # bytes of a record
 _BROUGHT = "brought"  # in the copy: written when records were brought
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
+_TRIES = 3  # to write a record: each has the store's own behind it
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
 _renewals: dict[str, LockRenewal] = {}  # of the runs that are supervised here
 _listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
+_sent: dict[Path, set[str]] = {}  # by the run's folder: digests of what was sent since it was known what is there
 _away = False  # while a command shows what this machine knows of a backend that does not answer
 _seen: dict[
     str, tuple[float, tuple[Holder | None, bool]]
@@ -143,26 +146,48 @@ def push(run_id: str, record: bytes, *, settled: bool) -> None:
     store = here.shared
     if store is None:
         return
-    from mgpu_train.store import Ambiguous, NotFound
-
-    key, known = f"{_RECORDS}{run_id}.json", _version(run_id)
     with here.asking("written"):
         if not settled:
             _list(store, run_id, unsettled=True)  # before: a run that nobody finds is a run that nobody ends
-        with suppress(Ambiguous):
+        _keep_version(run_id, _written(store, run_id, record))  # at once: what follows may fail
+        if settled:
+            _list(store, run_id, unsettled=False)
+
+
+def _written(store: Store, run_id: str, record: bytes) -> str:
+    """Writes a record over the one that is known here, or over one that this process has sent without that it knew
+    whether it came; the version that it has. Raises Lost, StoreError."""
+    from mgpu_train.store import Ambiguous, NotFound
+
+    key, known = f"{_RECORDS}{run_id}.json", _version(run_id)
+    sent = _sent.setdefault(Folder(run_id).root, set())
+    sent.add(_digest(record))
+    unsure = Ambiguous(f"{key}: {_TRIES} times it was not there after it was written")
+    for _ in range(_TRIES):
+        try:
             if known:
                 store.replace(key, record, known)
             else:
                 store.put_if_absent(key, record)
+        except Ambiguous as error:
+            unsure = error
         try:
             there = store.read(key, _LARGEST)  # what was written, perhaps by a try whose answer was lost, or by another
         except NotFound:
-            raise Lost from None
-        if there.data != record:
+            if known:  # it was removed
+                raise Lost from None
+            continue
+        if there.data == record:
+            sent.clear()
+            return there.version
+        if there.version != known and _digest(there.data) not in sent:
             raise Lost
-        if settled:
-            _list(store, run_id, unsettled=False)
-    _keep_version(run_id, there.version)
+        known = there.version
+    raise unsure
+
+
+def _digest(record: bytes) -> str:
+    return hashlib.sha256(record).hexdigest()
 
 
 def _list(store: Store, run_id: str, *, unsettled: bool) -> None:

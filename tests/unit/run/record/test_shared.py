@@ -1,0 +1,132 @@
+"""Records that machines share by a bucket, which is a folder here: what a request at the wrong moment does to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.gateway import Team
+from mgpu_train.store import Ambiguous, Store, Unavailable, open_store
+from mgpu_train.store.file import FileStore
+
+from mgpu.backend import location
+from mgpu.backend.location import Backend
+from mgpu.errors import StackError, TakenOver
+from mgpu.run.record import record as records
+from mgpu.run.record.record import Record, State, supervising
+
+RUN = "first-1"
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
+    """Machines whose bucket is a folder."""
+
+    def opened(_backend: Backend, address: str) -> Store:
+        return open_store(f"file://{tmp_path}/bucket/{address.removeprefix('s3://')}")
+
+    monkeypatch.setattr(os, "fsync", lambda _file: None)  # no power is cut here
+    monkeypatch.setattr(Backend, "_store", opened)
+    monkeypatch.setenv(location.VARIABLE, "s3://team")
+    return Team(tmp_path, monkeypatch.setenv)
+
+
+def run(**changes: Any) -> Record:
+    known = Record(RUN, "first", "p", "/", "/mgpu.yaml", RUN, True, "f", "local", 1, created_at=1.0)
+    return replace(known, **changes)
+
+
+@contextmanager
+def supervised() -> Iterator[Record]:
+    """The record of the run, which this machine supervises while the block runs."""
+    records.save(run(state=State.PROVISIONING))
+    with supervising(RUN) as token:
+        mine = records.load(RUN)
+        mine.supervisor = token
+        records.save(mine)
+        yield mine
+
+
+def once(monkeypatch: pytest.MonkeyPatch, call: str, error: Exception, *, done: bool = False) -> None:
+    """The next such call for a record fails; `done`: after it was done."""
+    real, failed = getattr(FileStore, call), list[str]()
+
+    def fails(store: FileStore, key: str, *more: Any) -> Any:
+        if failed or not key.startswith("records/"):
+            return real(store, key, *more)
+        failed.append(key)
+        if done:
+            real(store, key, *more)
+        raise error
+
+    monkeypatch.setattr(FileStore, call, fails)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_write_whose_answer_is_lost_is_made_whether_it_came_or_not(team: Team, monkeypatch, done: bool):
+    with team.on("a"), supervised() as mine:
+        once(monkeypatch, "replace", Ambiguous("503 SlowDown"), done=done)
+        mine.step = 5
+        records.save(mine)
+        mine.step = 6
+        records.save(mine)
+    with team.on("b"):
+        assert records.load(RUN).step == 6
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_first_write_whose_answer_is_lost_is_made_too(team: Team, monkeypatch, done: bool):
+    with team.on("a"):
+        once(monkeypatch, "put_if_absent", Ambiguous("503 SlowDown"), done=done)
+        records.save(run(step=3))
+    with team.on("b"):
+        assert records.load(RUN).step == 3
+
+
+def test_a_supervisor_knows_what_it_has_written_though_it_could_not_look(team: Team, monkeypatch):
+    with team.on("a"), supervised() as mine:
+        once(monkeypatch, "read", Unavailable("no answer"))
+        mine.step = 5
+        with pytest.raises(StackError):
+            records.save(mine)
+        mine.step = 6
+        records.save(mine)
+    with team.on("b"):
+        assert records.load(RUN).step == 6
+
+
+def test_where_it_could_not_look_and_another_has_written_since_it_has_lost_the_run(team: Team, monkeypatch):
+    with team.on("a"), supervised() as mine:
+        once(monkeypatch, "read", Unavailable("no answer"))
+        mine.step = 5
+        with pytest.raises(StackError):
+            records.save(mine)
+        with team.on("b"):
+            there = records.load(RUN)
+            there.supervisor, there.step = "another", 7
+            records.save(there)
+        with team.on("a"):
+            mine.step = 6
+            with pytest.raises(TakenOver):
+                records.save(mine)
+    with team.on("c"):
+        assert records.load(RUN).step == 7
+
+
+def test_writes_that_never_come_are_told_as_the_backends(team: Team, monkeypatch):
+    def never(*_: Any) -> bool:
+        raise Ambiguous("503 SlowDown")
+
+    with team.on("a"), supervised() as mine:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStore, "replace", never)
+            with pytest.raises(StackError) as told:
+                records.save(mine)
+            assert told.value.why == "503 SlowDown"
+        mine.step = 6
+        records.save(mine)
