@@ -292,7 +292,7 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
     try:
         pull_one(run_id)
         with suppress(StoreError):
-            renewal.look_for_stop()  # who only passes by does not stay until the first turn
+            renewal.agree_on_stop()  # who only passes by does not stay until the first turn
         renewal.start()
         yield True
     finally:
@@ -391,6 +391,17 @@ class LockRenewal:
             files.send(self._run_id)
         return True
 
+    def agree_on_stop(self) -> None:
+        """Before this machine supervises: what was asked for here counts only if the backend has it, or never had it.
+        Another machine may have begun the run again since. Raises StoreError."""
+        stop = Folder(self._run_id).stop
+        self.look_for_stop()
+        if stop.exists() and self._store.stat(f"{_STOPS}{self._run_id}") is None:
+            if stop.read_bytes() == _NOT_SENT:
+                _send_stop(self._store, self._run_id)
+            else:
+                stop.unlink(missing_ok=True)
+
     def look_for_stop(self) -> None:
         """Writes down here what another machine has asked for. Raises StoreError."""
         stop = Folder(self._run_id).stop
@@ -449,15 +460,29 @@ def _lasts_s() -> float:
 
 # ---- to stop
 
+_NOT_SENT = b"asked for on this machine\n"  # in its file, until a bucket has it; else that is empty
+
 
 def ask_to_stop(run_id: str) -> None:
     """Asks whoever supervises the run to end it, on whichever machine. Raises StackError."""
-    here, folder = location.current(), Folder(run_id)
-    folder.make()
-    folder.stop.touch()
+    here = location.current()
+    ask_here_to_stop(run_id)
     if here.shared is not None:
         with here.asking("written"):
-            here.shared.put(f"{_STOPS}{run_id}", b"")
+            _send_stop(here.shared, run_id)
+
+
+def ask_here_to_stop(run_id: str) -> None:
+    """Asks whoever supervises the run on this machine, now or next, to end it. Raises OSError."""
+    folder = Folder(run_id)
+    folder.make()
+    folder.stop.write_bytes(_NOT_SENT)
+
+
+def _send_stop(store: Store, run_id: str) -> None:
+    store.put(f"{_STOPS}{run_id}", b"")
+    with suppress(FileNotFoundError):  # the run has ended meanwhile, and was begun again
+        os.truncate(Folder(run_id).stop, 0)
 
 
 def withdraw_stop(run_id: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,8 @@ from mgpu.backend import location
 from mgpu.backend.location import Backend
 from mgpu.errors import StackError, TakenOver
 from mgpu.run.record import record as records
+from mgpu.run.record import shared
+from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervising
 
 RUN = "first-1"
@@ -130,3 +132,44 @@ def test_writes_that_never_come_are_told_as_the_backends(team: Team, monkeypatch
             assert told.value.why == "503 SlowDown"
         mine.step = 6
         records.save(mine)
+
+
+def begun_again() -> None:
+    """The run is over, and a `launch --resume` of this machine has begun it again."""
+    there = records.load(RUN)
+    there.state, there.teardown = State.STOPPED, "confirmed"
+    records.write(there)
+    shared.withdraw_stop(RUN)
+    records.write(replace(there, state=State.RUNNING, teardown="none"))
+
+
+@pytest.mark.parametrize("asks", [shared.ask_to_stop, lambda run_id: Folder(run_id).stop.touch()])
+def test_a_stop_of_an_earlier_use_of_the_run_ends_no_later_one(team: Team, asks: Callable[[str], None]):
+    """Also one that an earlier mgpu has brought, whose file is empty."""
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        asks(RUN)
+    with team.on("b"):
+        begun_again()
+    with team.on("a"), supervising(RUN) as token:
+        assert token
+        assert not Folder(RUN).stop.exists()
+
+
+def test_a_stop_that_did_not_come_into_the_backend_is_sent_by_the_next_supervisor(team: Team, monkeypatch):
+    def away(*_: Any) -> None:
+        raise Unavailable("no answer")
+
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStore, "put", away)
+            with pytest.raises(StackError):
+                shared.ask_to_stop(RUN)
+        with supervising(RUN):
+            assert Folder(RUN).stop.exists()
+    with team.on("b"), supervising(RUN):
+        assert Folder(RUN).stop.exists()
+        begun_again()
+    with team.on("a"), supervising(RUN):
+        assert not Folder(RUN).stop.exists()
