@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from mgpu.backend.location import Backend
 from mgpu.errors import StackError
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder, runs
-from mgpu.run.record.supervisor_lock import Holder, held, me, replace_holder
+from mgpu.run.record.supervisor_lock import Holder, held, me, replace_holder, unheld
 
 if TYPE_CHECKING:
     from mgpu_train.store import Store
@@ -72,15 +72,16 @@ def pull(*, fresh: bool = False) -> None:
         return
     from concurrent.futures import ThreadPoolExecutor
 
+    copies = [path.parent for path in runs().glob("*/.version")]  # before: a run that begins meanwhile is none of them
     with here.asking("asked for its runs"):
         require_here(here)
         there = {stat.key.removeprefix(_RECORDS).removesuffix(".json"): stat.version for stat in store.list(_RECORDS)}
         changed = [run for run, version in there.items() if _version(run) != version and not held(Folder(run).lock)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             list(pool.map(lambda run: _bring(store, run), changed))
-    for path in runs().glob("*/.version"):
-        if path.parent.name not in there and not held(Folder(path.parent.name).lock):
-            shutil.rmtree(path.parent, ignore_errors=True)
+    for path in copies:
+        if path.name not in there and not held(Folder(path.name).lock):
+            shutil.rmtree(path, ignore_errors=True)
     _pulled[here.root] = time.monotonic()
     files.replace(here.root / _BROUGHT, b"")
 
@@ -216,8 +217,8 @@ def remove(run_id: str) -> None:
     _listed.pop(f"{store.url} {run_id}", None)
 
 
-def _bring(store: Store, run_id: str) -> bool:
-    """False: there is none."""
+def _bring(store: Store, run_id: str, *, mine: bool = False) -> bool:
+    """False: there is none. The copy of a run that is supervised here changes only for who does so (`mine`)."""
     from mgpu_train.store import NotFound
 
     try:
@@ -226,8 +227,10 @@ def _bring(store: Store, run_id: str) -> bool:
         return False
     folder = Folder(run_id)
     folder.make()
-    files.replace(folder.record, found.data)
-    _keep_version(run_id, found.version)
+    with nullcontext(True) if mine else unheld(folder.lock) as free:
+        if free:  # else somebody has begun to supervise it since this was read
+            files.replace(folder.record, found.data)
+            _keep_version(run_id, found.version)
     return True
 
 
@@ -290,7 +293,7 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         return
     renewal = _renewals[run_id] = LockRenewal(here.shared, run_id, grip, lasts_s, taken_at)
     try:
-        pull_one(run_id)
+        pull_one(run_id, mine=True)
         with suppress(StoreError):
             renewal.agree_on_stop()  # who only passes by does not stay until the first turn
         renewal.start()
@@ -413,9 +416,9 @@ _SEND_EVERY_S = 180.0  # what has grown: logs, metrics, journals
 _LOOK_S = 5.0  # between two looks whether another machine has asked for the end
 
 
-def pull_one(run_id: str) -> bool:
-    """Brings the copy of one record up to date, whoever supervises the run; False: the bucket has none. Raises
-    StackError."""
+def pull_one(run_id: str, *, mine: bool = False) -> bool:
+    """Brings the copy of one record up to date, unless the run is supervised here, and not by who asks (`mine`); False:
+    the bucket has none. Raises StackError."""
     here = location.current()
     store = here.shared
     if store is None:
@@ -423,7 +426,7 @@ def pull_one(run_id: str) -> bool:
     with here.asking("asked for a run"):
         found = store.stat(f"{_RECORDS}{run_id}.json")
         if found is not None and found.version != _version(run_id):
-            _bring(store, run_id)
+            _bring(store, run_id, mine=mine)
     return found is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mgpu.run.record import record as records
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervising
+from mgpu.run.record.supervisor_lock import hold, unheld
 
 RUN = "first-1"
 
@@ -38,8 +39,8 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
     return Team(tmp_path, monkeypatch.setenv)
 
 
-def run(**changes: Any) -> Record:
-    known = Record(RUN, "first", "p", "/", "/mgpu.yaml", RUN, True, "f", "local", 1, created_at=1.0)
+def run(run_id: str = RUN, **changes: Any) -> Record:
+    known = Record(run_id, "first", "p", "/", "/mgpu.yaml", run_id, True, "f", "local", 1, created_at=1.0)
     return replace(known, **changes)
 
 
@@ -132,6 +133,62 @@ def test_writes_that_never_come_are_told_as_the_backends(team: Team, monkeypatch
             assert told.value.why == "503 SlowDown"
         mine.step = 6
         records.save(mine)
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, call: str, of: str, does: Callable[[], Any]) -> None:
+    """`does` happens once, between the next such call for this key and what is made of its answer."""
+    real, done = getattr(FileStore, call), list[str]()
+
+    def then(store: FileStore, key: str, *more: Any) -> Any:
+        found = real(store, key, *more)
+        if key == of and not done:
+            done.append(key)
+            found = iter(list(found)) if call == "list" else found
+            does()
+        return found
+
+    monkeypatch.setattr(FileStore, call, then)
+
+
+@pytest.mark.parametrize("looks", [shared.unsettled, lambda: records.find(RUN)])
+def test_a_look_puts_no_old_record_over_that_of_who_supervises_here_since(team: Team, monkeypatch, looks):
+    with team.on("a"):
+        records.save(run(state=State.PROVISIONING))
+    with team.on("b"), ExitStack() as later:
+
+        def begins() -> None:
+            token = later.enter_context(supervising(RUN))
+            records.save(replace(records.load(RUN), supervisor=token))
+
+        meanwhile(monkeypatch, "read", f"records/{RUN}.json", begins)
+        looks()
+        mine = records.load(RUN)
+        assert mine.supervisor
+        mine.step = 6
+        records.save(mine)
+    with team.on("c"):
+        assert records.load(RUN).step == 6
+
+
+def test_a_look_removes_no_run_that_was_submitted_since(team: Team, monkeypatch):
+    with team.on("a"):
+        records.save(run("other-1"))
+        with team.on("a"):
+            meanwhile(monkeypatch, "list", "records/", lambda: records.save(run()))
+            shared.pull()
+        assert Folder(RUN).record.exists()
+
+
+def test_while_a_copy_is_replaced_nobody_begins(xdg: Path):
+    Folder(RUN).make()
+    lock = Folder(RUN).lock
+    with unheld(lock) as free:
+        assert free
+        with hold(lock) as token:
+            assert not token
+    with hold(lock) as token, unheld(lock) as free:
+        assert token
+        assert not free
 
 
 def begun_again() -> None:
