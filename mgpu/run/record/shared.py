@@ -148,11 +148,16 @@ def push(run_id: str, record: bytes, *, settled: bool) -> None:
     if store is None:
         return
     with here.asking("written"):
-        if not settled:
-            _list(store, run_id, unsettled=True)  # before: a run that nobody finds is a run that nobody ends
-        _keep_version(run_id, _written(store, run_id, record))  # at once: what follows may fail
-        if settled:
-            _list(store, run_id, unsettled=False)
+        # before: a run that nobody finds is a run that nobody ends
+        listed = not settled and _list(store, run_id, unsettled=True)
+        version = _written(store, run_id, record)
+        _keep_version(run_id, version)  # at once: what follows may fail
+        if listed and store.stat(f"{_UNSETTLED}{run_id}") is None:  # by whoever settled it a moment ago
+            store.put(f"{_UNSETTLED}{run_id}", b"")
+        if settled and _list(store, run_id, unsettled=False):
+            there = store.stat(f"{_RECORDS}{run_id}.json")
+            if there is not None and there.version != version:  # it was begun again meanwhile
+                _list(store, run_id, unsettled=True)
 
 
 def _written(store: Store, run_id: str, record: bytes) -> str:
@@ -191,15 +196,17 @@ def _digest(record: bytes) -> str:
     return hashlib.sha256(record).hexdigest()
 
 
-def _list(store: Store, run_id: str, *, unsettled: bool) -> None:
-    """Keeps the index of runs that may need something; once for each run that this process writes."""
+def _list(store: Store, run_id: str, *, unsettled: bool) -> bool:
+    """Keeps the index of runs that may need something; once for each run that this process writes. False: it is so."""
     key = f"{store.url} {run_id}"
-    if _listed.get(key) is not unsettled:
-        if unsettled:
-            store.put(f"{_UNSETTLED}{run_id}", b"")
-        else:
-            store.delete(f"{_UNSETTLED}{run_id}")
-        _listed[key] = unsettled
+    if _listed.get(key) is unsettled:
+        return False
+    if unsettled:
+        store.put(f"{_UNSETTLED}{run_id}", b"")
+    else:
+        store.delete(f"{_UNSETTLED}{run_id}")
+    _listed[key] = unsettled
+    return True
 
 
 def remove(run_id: str) -> None:
@@ -231,6 +238,7 @@ def _bring(store: Store, run_id: str, *, mine: bool = False) -> bool:
         if free:  # else somebody has begun to supervise it since this was read
             files.replace(folder.record, found.data)
             _keep_version(run_id, found.version)
+            _listed.pop(f"{store.url} {run_id}", None)  # another has written it, and perhaps the index
     return True
 
 

@@ -135,15 +135,21 @@ def test_writes_that_never_come_are_told_as_the_backends(team: Team, monkeypatch
         records.save(mine)
 
 
-def meanwhile(monkeypatch: pytest.MonkeyPatch, call: str, of: str, does: Callable[[], Any]) -> None:
-    """`does` happens once, between the next such call for this key and what is made of its answer."""
+def meanwhile(
+    monkeypatch: pytest.MonkeyPatch, call: str, of: str, does: Callable[[], Any], *, before: bool = False
+) -> None:
+    """`does` happens once, between the next such call for this key and what is made of its answer; or `before` it."""
     real, done = getattr(FileStore, call), list[str]()
 
     def then(store: FileStore, key: str, *more: Any) -> Any:
+        if key != of or done:
+            return real(store, key, *more)
+        done.append(key)
+        if before:
+            does()
         found = real(store, key, *more)
-        if key == of and not done:
-            done.append(key)
-            found = iter(list(found)) if call == "list" else found
+        found = list(found) if call == "list" else found
+        if not before:
             does()
         return found
 
@@ -177,6 +183,67 @@ def test_a_look_removes_no_run_that_was_submitted_since(team: Team, monkeypatch)
             meanwhile(monkeypatch, "list", "records/", lambda: records.save(run()))
             shared.pull()
         assert Folder(RUN).record.exists()
+
+
+INDEX = f"unsettled/{RUN}"
+
+
+def queued_again() -> None:
+    """As `mgpu submit --resume` of another machine does, which sees that the run is over."""
+    shared._listed.clear()  # which is another process
+    assert records.load(RUN).settled
+    records.save(run(state=State.QUEUED))
+
+
+def settles() -> None:
+    there = records.load(RUN)
+    there.state, there.teardown = State.FAILED, "confirmed"
+    records.save(there)
+
+
+def found(team: Team) -> list[str]:
+    with team.on("c"):
+        return [each.run_id for each in records.unsettled()]
+
+
+def test_a_run_that_is_queued_again_while_another_machine_settles_it_is_found(team: Team, monkeypatch):
+    def elsewhere() -> None:
+        with team.on("b"):
+            queued_again()
+
+    with team.on("a"):
+        records.save(run(state=State.TEARDOWN))
+        assert found(team) == [RUN]
+        with team.on("a"):
+            meanwhile(monkeypatch, "delete", INDEX, elsewhere, before=True)
+            settles()
+    assert found(team) == [RUN]
+
+
+def test_a_run_that_another_machine_takes_out_of_the_index_before_its_record_is_there_is_found(team, monkeypatch):
+    with team.on("a"):
+        records.save(run(state=State.TEARDOWN))
+        settles()
+        assert found(team) == []
+    with team.on("b"):
+        store = location.current().shared
+        assert store is not None
+        meanwhile(monkeypatch, "replace", f"records/{RUN}.json", lambda: store.delete(INDEX), before=True)
+        queued_again()
+    assert found(team) == [RUN]
+
+
+def test_a_process_that_had_a_run_in_the_index_sees_that_another_has_taken_it_out(team: Team):
+    with team.on("b"):
+        records.save(run(state=State.TEARDOWN))
+        listed = dict(shared._listed)
+    with team.on("a"):
+        settles()
+    with team.on("b"):
+        shared._listed.update(listed)
+        assert records.load(RUN).settled
+        records.save(run(state=State.QUEUED))
+    assert found(team) == [RUN]
 
 
 def test_while_a_copy_is_replaced_nobody_begins(xdg: Path):
