@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SWEEP_EVERY_S = 3600.0  # every provider is asked what is there, which takes seconds
 LOOK_EVERY_S = 15.0  # while it watches
 BUSY_AGAIN_S = 300.0  # as the next, in a single pass
+TELL_AGAIN_S = 300.0  # until an end is told again that could not be, while it watches: as the next pass would
 AGAIN_S = 60.0  # until a run that was left is looked after again, while it watches
 _OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?$")  # the name of a fleet that a launch has made
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
@@ -100,6 +101,7 @@ class Reconciler:
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
+        self._told: dict[str, float] = {}  # runs whose end was told, and when last
         self._sweep_at = 0.0
         self._wrong_clock = False  # and it was said
         self.report = Report()
@@ -168,6 +170,9 @@ class Reconciler:
         for over in todo.over:
             if over.run_id not in self.report.over:
                 self.report.over.append(over.run_id)
+            last = self._told.get(over.run_id)
+            if last is None or self._clock() - last >= TELL_AGAIN_S:
+                self._told[over.run_id] = self._clock()
                 self._tell_end(over)
         for schedule, due in todo.submit:
             self._submit(schedule, due)

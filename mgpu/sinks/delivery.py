@@ -172,15 +172,23 @@ class Delivery:
         self._done.clear()
 
     def settle(self) -> None:
-        """Calls `done` of all whose sinks have taken everything that they were given."""
+        """Calls `done` of all whose sinks have taken everything that they were given. Those that could not be told
+        from here are forgotten: whoever is told of them once more makes their sinks anew."""
+        failed = self._without | {whose for whose, threads in self._threads.items() if _failed(threads)}
         waiting = []
         for whose, done in self._done:
-            if whose in self._without or not all(thread.whole for thread in self._threads[whose]):
+            if whose in failed:
+                continue
+            if not all(thread.whole for thread in self._threads[whose]):
                 waiting.append((whose, done))
                 continue
             with suppress(MgpuError, OSError):  # the next pass tells it again, and each sink once
                 done()
         self._done = waiting
+        for whose in failed:
+            for thread in self._threads.pop(whose):
+                thread.end()
+        self._without.clear()
 
     def _started(self, whose: str, sinks: Callable[[], Makers]) -> list[_Thread]:
         try:
@@ -190,6 +198,11 @@ class Delivery:
             self._without.add(whose)
             return []
         return [_Thread(name, make, self._emit, self._queued) for name, make in makers.items()]
+
+
+def _failed(threads: list[_Thread]) -> bool:
+    """Whether nothing is on its way, and something was lost that is to be said again."""
+    return not any(thread.lost for thread in threads) and not all(thread.whole for thread in threads)
 
 
 class _Thread:

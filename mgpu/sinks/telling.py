@@ -113,7 +113,9 @@ class Telling(Sink, ABC):
     def run_state_changed(self, event: RunStateChanged) -> None:
         """The run is in another state."""
         self._hear("state", event, f"run {event.run_id} is {event.state}")
-        if event.state == "repairing" and self._attempt is not None:
+        # queued again: nobody repairs a fleet that others use
+        goes_on = event.state == "repairing" or (event.state, event.before) == ("queued", "running")
+        if goes_on and self._attempt is not None:
             title = f"run {event.run_id} was interrupted"
             self._hear(
                 "interrupted", self._attempt, title, self._attempt.reason, "It goes on from its newest checkpoint."

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from waiting import until
 
+from mgpu.backend.outbox import NotKept
 from mgpu.errors import StackError
 from mgpu.events import Event, MetricsSampled, Note, RunEnded, RunEvent, RunStateChanged, Warned
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, save
 from mgpu.sinks.base import Sink
-from mgpu.sinks.delivery import Delivery, of_record
+from mgpu.sinks.delivery import Delivery, Makers, of_record
 
 RUN = "doors-1123-abcde"
 FILE = """
@@ -206,6 +207,37 @@ def test_an_end_counts_as_told_while_others_are_still_awaited(console):
     until(lambda: (made.settle(), told)[1])
     made.close(0)
     assert told == [RUN]
+
+
+@pytest.mark.parametrize("where", ["finding", "making", "keeping"])
+def test_an_end_that_could_not_be_told_is_told_when_it_is_said_again(console, where):
+    """By the next look of the same process: a watch lasts for weeks."""
+    done, sink, away = list[str](), Keeps(), [StackError("the backend does not answer")]
+
+    def reached(step: str) -> None:
+        if step == where and away:
+            raise NotKept(away.pop()) if step == "keeping" else away.pop()
+
+    class Waits(Keeps):
+        def run_ended(self, event: RunEnded) -> None:
+            reached("keeping")
+            sink.run_ended(event)
+
+    def made() -> Sink:
+        reached("making")
+        return Waits()
+
+    def found(_run: str) -> Makers:
+        reached("finding")
+        return {"one": made}
+
+    deliver = Delivery(console.append, found, ended=done.append)
+    for _ in range(2):
+        deliver.emit(ended())
+        until(lambda: not any(thread.lost for threads in deliver._threads.values() for thread in threads))
+        deliver.settle()
+    assert (sink.ends, done) == ([ended()], [RUN])
+    deliver.close()
 
 
 @pytest.fixture

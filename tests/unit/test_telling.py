@@ -158,6 +158,14 @@ def test_a_webhook_is_told_signed_of_what_matters(told, service, monkeypatch):
     assert "canary" not in str(service.told) + warned(told)
 
 
+@pytest.mark.parametrize(("before", "told_of"), [("running", ["interrupted"]), ("provisioning", [])])
+def test_a_run_that_is_queued_again_was_interrupted_if_it_ran(told, service, before, told_of):
+    """On a kept fleet that others use, too; else the fleet was gone before anything had begun."""
+    again = RunStateChanged(RUN, 1, 5.1, state="queued", before=before)
+    emits(told, f"  webhook: {{url: '{service.url}'}}\n", LOST, again)
+    assert [each["event"] for each in service.messages] == told_of
+
+
 def test_what_is_told_can_be_chosen(told, service):
     committed = CheckpointCommitted(RUN, 1, 4.5, checkpoint_id="a001-step-40", step=40)
     block = f"  webhook: {{url: '{service.url}', events: [checkpoint, state]}}\n"

@@ -259,8 +259,9 @@ def _remember(session: Session, event: Event) -> None:
 
 
 def _require_time(record: Record) -> None:
-    """The hard cap is the run's, whatever becomes of its machines. Raises Stopped."""
-    if record.hard_cap_at and record.hard_cap_at - time.time() < acquire.ENDING_S:
+    """The hard cap is the run's, whatever becomes of its machines, and so are its max_hours. Raises Stopped."""
+    ends = [at for at in (record.hard_cap_at, record.deadline_at) if at]
+    if ends and min(ends) - time.time() < acquire.ENDING_S:
         raise Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", "No machine is rented so near to it.")
 
 

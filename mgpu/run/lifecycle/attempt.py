@@ -203,6 +203,9 @@ def watch(
     session.hidden = values(request.spec.secrets, os.environ)
     if unknown := [name for name in request.spec.secrets if name not in os.environ]:
         session.emit(Warned(f"{', '.join(unknown)} not set here: a log that shows the value is not masked"))
+    if not session.record.begun_at:  # at once: whoever takes over goes by it
+        session.record.begun_at = time.time()
+        session.save()
     with session.phase("training"):
         supervisor = Supervisor(
             session,

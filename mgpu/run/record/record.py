@@ -177,6 +177,7 @@ class Record(Document):
     ended_at: float | None = None
     price_usd_per_hour: float = 0.0
     spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
+    begun_at: float = 0.0  # since when its max_hours count: its first attempt was watched; 0: none was yet
     max_hours: float = 0.0
     max_usd: float = 0.0  # that it may spend in all; 0: no limit
     month_usd: float = 0.0  # that the month's budget left it in all when its machines were made; 0: no limit
@@ -264,6 +265,11 @@ class Record(Document):
         if self.fleet is None:
             raise InputError(f"run {self.run_id} has no machines", "", "See `mgpu ls`.")
         return StackOutput.model_validate(self.fleet)
+
+    @property
+    def deadline_at(self) -> float:
+        """When its max_hours are over, on whichever machines, whoever supervised it; 0: they have not begun."""
+        return self.begun_at + self.max_hours * 3600 if self.begun_at else 0.0
 
     @property
     def untold(self) -> bool:

@@ -13,12 +13,13 @@ lock, and brings what others ask for.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from mgpu.backend.location import Backend
 from mgpu.errors import StackError
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder, runs
-from mgpu.run.record.supervisor_lock import Holder, held, me, replace_holder
+from mgpu.run.record.supervisor_lock import Holder, held, me, replace_holder, unheld
 
 if TYPE_CHECKING:
     from mgpu_train.store import Store
@@ -40,10 +41,12 @@ _LARGEST = 16 << 20  # bytes of a record
 _BROUGHT = "brought"  # in the copy: written when records were brought
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
+_TRIES = 3  # to write a record: each has the store's own behind it
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
 _renewals: dict[str, LockRenewal] = {}  # of the runs that are supervised here
 _listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
+_sent: dict[Path, set[str]] = {}  # by the run's folder: digests of what was sent since it was known what is there
 _away = False  # while a command shows what this machine knows of a backend that does not answer
 _seen: dict[
     str, tuple[float, tuple[Holder | None, bool]]
@@ -69,15 +72,16 @@ def pull(*, fresh: bool = False) -> None:
         return
     from concurrent.futures import ThreadPoolExecutor
 
+    copies = [path.parent for path in runs().glob("*/.version")]  # before: a run that begins meanwhile is none of them
     with here.asking("asked for its runs"):
         require_here(here)
         there = {stat.key.removeprefix(_RECORDS).removesuffix(".json"): stat.version for stat in store.list(_RECORDS)}
         changed = [run for run, version in there.items() if _version(run) != version and not held(Folder(run).lock)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             list(pool.map(lambda run: _bring(store, run), changed))
-    for path in runs().glob("*/.version"):
-        if path.parent.name not in there and not held(Folder(path.parent.name).lock):
-            shutil.rmtree(path.parent, ignore_errors=True)
+    for path in copies:
+        if path.name not in there and not held(Folder(path.name).lock):
+            shutil.rmtree(path, ignore_errors=True)
     _pulled[here.root] = time.monotonic()
     files.replace(here.root / _BROUGHT, b"")
 
@@ -143,37 +147,66 @@ def push(run_id: str, record: bytes, *, settled: bool) -> None:
     store = here.shared
     if store is None:
         return
+    with here.asking("written"):
+        # before: a run that nobody finds is a run that nobody ends
+        listed = not settled and _list(store, run_id, unsettled=True)
+        version = _written(store, run_id, record)
+        _keep_version(run_id, version)  # at once: what follows may fail
+        if listed and store.stat(f"{_UNSETTLED}{run_id}") is None:  # by whoever settled it a moment ago
+            store.put(f"{_UNSETTLED}{run_id}", b"")
+        if settled and _list(store, run_id, unsettled=False):
+            there = store.stat(f"{_RECORDS}{run_id}.json")
+            if there is not None and there.version != version:  # it was begun again meanwhile
+                _list(store, run_id, unsettled=True)
+
+
+def _written(store: Store, run_id: str, record: bytes) -> str:
+    """Writes a record over the one that is known here, or over one that this process has sent without that it knew
+    whether it came; the version that it has. Raises Lost, StoreError."""
     from mgpu_train.store import Ambiguous, NotFound
 
     key, known = f"{_RECORDS}{run_id}.json", _version(run_id)
-    with here.asking("written"):
-        if not settled:
-            _list(store, run_id, unsettled=True)  # before: a run that nobody finds is a run that nobody ends
-        with suppress(Ambiguous):
+    sent = _sent.setdefault(Folder(run_id).root, set())
+    sent.add(_digest(record))
+    unsure = Ambiguous(f"{key}: {_TRIES} times it was not there after it was written")
+    for _ in range(_TRIES):
+        try:
             if known:
                 store.replace(key, record, known)
             else:
                 store.put_if_absent(key, record)
+        except Ambiguous as error:
+            unsure = error
         try:
             there = store.read(key, _LARGEST)  # what was written, perhaps by a try whose answer was lost, or by another
         except NotFound:
-            raise Lost from None
-        if there.data != record:
+            if known:  # it was removed
+                raise Lost from None
+            continue
+        if there.data == record:
+            sent.clear()
+            return there.version
+        if there.version != known and _digest(there.data) not in sent:
             raise Lost
-        if settled:
-            _list(store, run_id, unsettled=False)
-    _keep_version(run_id, there.version)
+        known = there.version
+    raise unsure
 
 
-def _list(store: Store, run_id: str, *, unsettled: bool) -> None:
-    """Keeps the index of runs that may need something; once for each run that this process writes."""
+def _digest(record: bytes) -> str:
+    return hashlib.sha256(record).hexdigest()
+
+
+def _list(store: Store, run_id: str, *, unsettled: bool) -> bool:
+    """Keeps the index of runs that may need something; once for each run that this process writes. False: it is so."""
     key = f"{store.url} {run_id}"
-    if _listed.get(key) is not unsettled:
-        if unsettled:
-            store.put(f"{_UNSETTLED}{run_id}", b"")
-        else:
-            store.delete(f"{_UNSETTLED}{run_id}")
-        _listed[key] = unsettled
+    if _listed.get(key) is unsettled:
+        return False
+    if unsettled:
+        store.put(f"{_UNSETTLED}{run_id}", b"")
+    else:
+        store.delete(f"{_UNSETTLED}{run_id}")
+    _listed[key] = unsettled
+    return True
 
 
 def remove(run_id: str) -> None:
@@ -191,8 +224,8 @@ def remove(run_id: str) -> None:
     _listed.pop(f"{store.url} {run_id}", None)
 
 
-def _bring(store: Store, run_id: str) -> bool:
-    """False: there is none."""
+def _bring(store: Store, run_id: str, *, mine: bool = False) -> bool:
+    """False: there is none. The copy of a run that is supervised here changes only for who does so (`mine`)."""
     from mgpu_train.store import NotFound
 
     try:
@@ -201,8 +234,11 @@ def _bring(store: Store, run_id: str) -> bool:
         return False
     folder = Folder(run_id)
     folder.make()
-    files.replace(folder.record, found.data)
-    _keep_version(run_id, found.version)
+    with nullcontext(True) if mine else unheld(folder.lock) as free:
+        if free:  # else somebody has begun to supervise it since this was read
+            files.replace(folder.record, found.data)
+            _keep_version(run_id, found.version)
+            _listed.pop(f"{store.url} {run_id}", None)  # another has written it, and perhaps the index
     return True
 
 
@@ -265,9 +301,9 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         return
     renewal = _renewals[run_id] = LockRenewal(here.shared, run_id, grip, lasts_s, taken_at)
     try:
-        pull_one(run_id)
+        pull_one(run_id, mine=True)
         with suppress(StoreError):
-            renewal.look_for_stop()  # who only passes by does not stay until the first turn
+            renewal.agree_on_stop()  # who only passes by does not stay until the first turn
         renewal.start()
         yield True
     finally:
@@ -366,6 +402,17 @@ class LockRenewal:
             files.send(self._run_id)
         return True
 
+    def agree_on_stop(self) -> None:
+        """Before this machine supervises: what was asked for here counts only if the backend has it, or never had it.
+        Another machine may have begun the run again since. Raises StoreError."""
+        stop = Folder(self._run_id).stop
+        self.look_for_stop()
+        if stop.exists() and self._store.stat(f"{_STOPS}{self._run_id}") is None:
+            if stop.read_bytes() == _NOT_SENT:
+                _send_stop(self._store, self._run_id)
+            else:
+                stop.unlink(missing_ok=True)
+
     def look_for_stop(self) -> None:
         """Writes down here what another machine has asked for. Raises StoreError."""
         stop = Folder(self._run_id).stop
@@ -377,9 +424,9 @@ _SEND_EVERY_S = 180.0  # what has grown: logs, metrics, journals
 _LOOK_S = 5.0  # between two looks whether another machine has asked for the end
 
 
-def pull_one(run_id: str) -> bool:
-    """Brings the copy of one record up to date, whoever supervises the run; False: the bucket has none. Raises
-    StackError."""
+def pull_one(run_id: str, *, mine: bool = False) -> bool:
+    """Brings the copy of one record up to date, unless the run is supervised here, and not by who asks (`mine`); False:
+    the bucket has none. Raises StackError."""
     here = location.current()
     store = here.shared
     if store is None:
@@ -387,7 +434,7 @@ def pull_one(run_id: str) -> bool:
     with here.asking("asked for a run"):
         found = store.stat(f"{_RECORDS}{run_id}.json")
         if found is not None and found.version != _version(run_id):
-            _bring(store, run_id)
+            _bring(store, run_id, mine=mine)
     return found is not None
 
 
@@ -424,15 +471,29 @@ def _lasts_s() -> float:
 
 # ---- to stop
 
+_NOT_SENT = b"asked for on this machine\n"  # in its file, until a bucket has it; else that is empty
+
 
 def ask_to_stop(run_id: str) -> None:
     """Asks whoever supervises the run to end it, on whichever machine. Raises StackError."""
-    here, folder = location.current(), Folder(run_id)
-    folder.make()
-    folder.stop.touch()
+    here = location.current()
+    ask_here_to_stop(run_id)
     if here.shared is not None:
         with here.asking("written"):
-            here.shared.put(f"{_STOPS}{run_id}", b"")
+            _send_stop(here.shared, run_id)
+
+
+def ask_here_to_stop(run_id: str) -> None:
+    """Asks whoever supervises the run on this machine, now or next, to end it. Raises OSError."""
+    folder = Folder(run_id)
+    folder.make()
+    folder.stop.write_bytes(_NOT_SENT)
+
+
+def _send_stop(store: Store, run_id: str) -> None:
+    store.put(f"{_STOPS}{run_id}", b"")
+    with suppress(FileNotFoundError):  # the run has ended meanwhile, and was begun again
+        os.truncate(Folder(run_id).stop, 0)
 
 
 def withdraw_stop(run_id: str) -> None:

@@ -70,6 +70,14 @@ def hold(path: Path, *, force: bool = False) -> Iterator[str]:
         yield token
 
 
+@contextmanager
+def unheld(path: Path) -> Iterator[bool]:
+    """Nobody takes the lock while the block runs, which has to be over in a moment, as takers wait no longer; False:
+    some process holds it already. Raises OSError."""
+    with path.open("a") as handle:
+        yield _locked(handle, path, fcntl.LOCK_SH)
+
+
 def holder(path: Path) -> Holder | None:
     """Who holds the lock, or held it last; None: nobody has yet, or it cannot be read."""
     try:
@@ -109,9 +117,9 @@ def _take(path: Path, token: str) -> TextIO | None:
     return None
 
 
-def _locked(handle: TextIO, path: Path) -> bool:
+def _locked(handle: TextIO, path: Path, how: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(handle.fileno()), path.stat())  # else it was replaced meanwhile
     except (BlockingIOError, FileNotFoundError):
         return False

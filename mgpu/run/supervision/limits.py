@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,12 +155,11 @@ class Deadline:
         return StopReason.DEADLINE if now > self.at else None
 
 
-def limits(record: Record, timeouts: Timeouts, begun_at: float | None = None) -> tuple[Limit, ...]:
-    """All that may end this run. `begun_at`: when its max_hours began, UNIX seconds; None: now."""
+def limits(record: Record, timeouts: Timeouts) -> tuple[Limit, ...]:
+    """All that may end this run."""
     most_s = record.max_hours * 3600
     room_s = min(timeouts.stop_grace_s + _ROOM_S, most_s * _ROOM)
-    begun_at = time.time() if begun_at is None else begun_at
-    cap, deadline = HardCap(room_s, most_s * _MOST_ROOM), Deadline(begun_at + most_s - room_s)
+    cap, deadline = HardCap(room_s, most_s * _MOST_ROOM), Deadline((record.deadline_at or math.inf) - room_s)
     return Asked(Folder(record.run_id).stop), Budget(room_s), MonthBudget(room_s), cap, deadline
 
 

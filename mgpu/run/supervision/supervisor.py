@@ -345,7 +345,7 @@ class Supervisor:
             self._session.log("stop", by=by or "peers", why=why)
             if by is StopReason.USER:
                 with suppress(OSError):  # whoever takes over in the middle of it goes on with it, from anywhere
-                    self._session.folder.stop.touch()
+                    shared.ask_here_to_stop(self._session.record.run_id)
                 self._fleet.calls.begin("stop asked", self._say_that_it_is_to_stop)
             self._session.to(State.STOPPING)
             self._session.emit(Note(f"stopping: {why}"))

@@ -368,6 +368,28 @@ def test_a_machine_that_comes_after_its_run_is_over_is_ended_though_its_end_is_s
     assert nights.works().swept == ["mine-it-1125-abcde"]
 
 
+def test_who_watches_tells_an_end_again_until_it_is_told(nights, monkeypatch):
+    """The backend may have been away; not all the time, and it is one run in the report."""
+    over = nights.world.record("it-1125-abcde", state=State.SUCCEEDED, teardown="confirmed", has_sinks=True)
+    told, asked, real = list[float](), list[float](), kept.every
+
+    def tell(run: Record) -> None:
+        told.append(nights.now)
+        if len(told) == 2:
+            record.write(replace(run, end_told=True))
+
+    def every():
+        nights.now += 20.0
+        asked.append(nights.now)
+        return real()
+
+    monkeypatch.setattr(kept, "every", every)
+    report = nights.reconciler(watch_s=1000.0, supervisors=Idle(nights.context), tell_end=tell).work()
+    assert report.over == [over.run_id]
+    assert [at - told[0] for at in told] == [0.0, reconcile.TELL_AGAIN_S]
+    assert asked[-1] - told[-1] > reconcile.TELL_AGAIN_S
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_a_cloud_that_cannot_be_asked_is_a_failure_where_a_run_is_there(nights, used):
     """Its credentials may be there for a store of somebody else's alone."""

@@ -203,6 +203,20 @@ def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):
     assert run.told == [(1, False, "provider", (1,))]
 
 
+def test_max_hours_count_from_the_first_attempt_whoever_watches_the_later_ones(run):
+    """On machines that live longer, as a kept fleet's; each pass of cron has a supervisor of its own."""
+    run.record.max_hours, before = 1.0, time.time()
+    assert run.conduct().succeeded
+    assert before <= load("run-1").begun_at <= time.time()
+    run.world.program = run.world.train_on
+    for node in run.world.nodes:
+        node.says(Phase.TRAINING, attempt=1)
+    run.record.begun_at = begun_at = before - 3600
+    ended = run.watch_again()
+    assert ended.stopped_by == "deadline"
+    assert load("run-1").begun_at == begun_at
+
+
 def test_where_no_node_answers_the_run_is_left_as_it_is(run):
     for node in run.world.nodes:
         node.reachable = False

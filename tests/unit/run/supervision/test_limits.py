@@ -21,7 +21,8 @@ def record(**known: Any) -> Record:
 
 
 def reached(run: Record, now: float, begun_at: float = NOW) -> set[StopReason]:
-    return {said for limit in limits(run, TIMES, begun_at) if (said := limit.check(now, run)) is not None}
+    run.begun_at = begun_at
+    return {said for limit in limits(run, TIMES) if (said := limit.check(now, run)) is not None}
 
 
 def test_a_run_is_asked_to_stop_by_a_file_that_any_terminal_may_write(xdg: Path):
@@ -63,7 +64,7 @@ def test_on_machines_that_live_longer_a_run_has_a_deadline_of_its_own(xdg: Path,
 
 
 def test_the_list_is_whole(xdg: Path):
-    found = [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)]
+    found = [type(limit) for limit in limits(record(max_hours=1), TIMES)]
     assert found == [Asked, Budget, MonthBudget, HardCap, Deadline]
 
 

@@ -1,0 +1,299 @@
+"""Records that machines share by a bucket, which is a folder here: what a request at the wrong moment does to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.gateway import Team
+from mgpu_train.store import Ambiguous, Store, Unavailable, open_store
+from mgpu_train.store.file import FileStore
+
+from mgpu.backend import location
+from mgpu.backend.location import Backend
+from mgpu.errors import StackError, TakenOver
+from mgpu.run.record import record as records
+from mgpu.run.record import shared
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State, supervising
+from mgpu.run.record.supervisor_lock import hold, unheld
+
+RUN = "first-1"
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
+    """Machines whose bucket is a folder."""
+
+    def opened(_backend: Backend, address: str) -> Store:
+        return open_store(f"file://{tmp_path}/bucket/{address.removeprefix('s3://')}")
+
+    monkeypatch.setattr(os, "fsync", lambda _file: None)  # no power is cut here
+    monkeypatch.setattr(Backend, "_store", opened)
+    monkeypatch.setenv(location.VARIABLE, "s3://team")
+    return Team(tmp_path, monkeypatch.setenv)
+
+
+def run(run_id: str = RUN, **changes: Any) -> Record:
+    known = Record(run_id, "first", "p", "/", "/mgpu.yaml", run_id, True, "f", "local", 1, created_at=1.0)
+    return replace(known, **changes)
+
+
+@contextmanager
+def supervised() -> Iterator[Record]:
+    """The record of the run, which this machine supervises while the block runs."""
+    records.save(run(state=State.PROVISIONING))
+    with supervising(RUN) as token:
+        mine = records.load(RUN)
+        mine.supervisor = token
+        records.save(mine)
+        yield mine
+
+
+def once(monkeypatch: pytest.MonkeyPatch, call: str, error: Exception, *, done: bool = False) -> None:
+    """The next such call for a record fails; `done`: after it was done."""
+    real, failed = getattr(FileStore, call), list[str]()
+
+    def fails(store: FileStore, key: str, *more: Any) -> Any:
+        if failed or not key.startswith("records/"):
+            return real(store, key, *more)
+        failed.append(key)
+        if done:
+            real(store, key, *more)
+        raise error
+
+    monkeypatch.setattr(FileStore, call, fails)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_write_whose_answer_is_lost_is_made_whether_it_came_or_not(team: Team, monkeypatch, done: bool):
+    with team.on("a"), supervised() as mine:
+        once(monkeypatch, "replace", Ambiguous("503 SlowDown"), done=done)
+        mine.step = 5
+        records.save(mine)
+        mine.step = 6
+        records.save(mine)
+    with team.on("b"):
+        assert records.load(RUN).step == 6
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_first_write_whose_answer_is_lost_is_made_too(team: Team, monkeypatch, done: bool):
+    with team.on("a"):
+        once(monkeypatch, "put_if_absent", Ambiguous("503 SlowDown"), done=done)
+        records.save(run(step=3))
+    with team.on("b"):
+        assert records.load(RUN).step == 3
+
+
+def test_a_supervisor_knows_what_it_has_written_though_it_could_not_look(team: Team, monkeypatch):
+    with team.on("a"), supervised() as mine:
+        once(monkeypatch, "read", Unavailable("no answer"))
+        mine.step = 5
+        with pytest.raises(StackError):
+            records.save(mine)
+        mine.step = 6
+        records.save(mine)
+    with team.on("b"):
+        assert records.load(RUN).step == 6
+
+
+def test_where_it_could_not_look_and_another_has_written_since_it_has_lost_the_run(team: Team, monkeypatch):
+    with team.on("a"), supervised() as mine:
+        once(monkeypatch, "read", Unavailable("no answer"))
+        mine.step = 5
+        with pytest.raises(StackError):
+            records.save(mine)
+        with team.on("b"):
+            there = records.load(RUN)
+            there.supervisor, there.step = "another", 7
+            records.save(there)
+        with team.on("a"):
+            mine.step = 6
+            with pytest.raises(TakenOver):
+                records.save(mine)
+    with team.on("c"):
+        assert records.load(RUN).step == 7
+
+
+def test_writes_that_never_come_are_told_as_the_backends(team: Team, monkeypatch):
+    def never(*_: Any) -> bool:
+        raise Ambiguous("503 SlowDown")
+
+    with team.on("a"), supervised() as mine:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStore, "replace", never)
+            with pytest.raises(StackError) as told:
+                records.save(mine)
+            assert told.value.why == "503 SlowDown"
+        mine.step = 6
+        records.save(mine)
+
+
+def meanwhile(
+    monkeypatch: pytest.MonkeyPatch, call: str, of: str, does: Callable[[], Any], *, before: bool = False
+) -> None:
+    """`does` happens once, between the next such call for this key and what is made of its answer; or `before` it."""
+    real, done = getattr(FileStore, call), list[str]()
+
+    def then(store: FileStore, key: str, *more: Any) -> Any:
+        if key != of or done:
+            return real(store, key, *more)
+        done.append(key)
+        if before:
+            does()
+        found = real(store, key, *more)
+        found = list(found) if call == "list" else found
+        if not before:
+            does()
+        return found
+
+    monkeypatch.setattr(FileStore, call, then)
+
+
+@pytest.mark.parametrize("looks", [shared.unsettled, lambda: records.find(RUN)])
+def test_a_look_puts_no_old_record_over_that_of_who_supervises_here_since(team: Team, monkeypatch, looks):
+    with team.on("a"):
+        records.save(run(state=State.PROVISIONING))
+    with team.on("b"), ExitStack() as later:
+
+        def begins() -> None:
+            token = later.enter_context(supervising(RUN))
+            records.save(replace(records.load(RUN), supervisor=token))
+
+        meanwhile(monkeypatch, "read", f"records/{RUN}.json", begins)
+        looks()
+        mine = records.load(RUN)
+        assert mine.supervisor
+        mine.step = 6
+        records.save(mine)
+    with team.on("c"):
+        assert records.load(RUN).step == 6
+
+
+def test_a_look_removes_no_run_that_was_submitted_since(team: Team, monkeypatch):
+    with team.on("a"):
+        records.save(run("other-1"))
+        with team.on("a"):
+            meanwhile(monkeypatch, "list", "records/", lambda: records.save(run()))
+            shared.pull()
+        assert Folder(RUN).record.exists()
+
+
+INDEX = f"unsettled/{RUN}"
+
+
+def queued_again() -> None:
+    """As `mgpu submit --resume` of another machine does, which sees that the run is over."""
+    shared._listed.clear()  # which is another process
+    assert records.load(RUN).settled
+    records.save(run(state=State.QUEUED))
+
+
+def settles() -> None:
+    there = records.load(RUN)
+    there.state, there.teardown = State.FAILED, "confirmed"
+    records.save(there)
+
+
+def found(team: Team) -> list[str]:
+    with team.on("c"):
+        return [each.run_id for each in records.unsettled()]
+
+
+def test_a_run_that_is_queued_again_while_another_machine_settles_it_is_found(team: Team, monkeypatch):
+    def elsewhere() -> None:
+        with team.on("b"):
+            queued_again()
+
+    with team.on("a"):
+        records.save(run(state=State.TEARDOWN))
+        assert found(team) == [RUN]
+        with team.on("a"):
+            meanwhile(monkeypatch, "delete", INDEX, elsewhere, before=True)
+            settles()
+    assert found(team) == [RUN]
+
+
+def test_a_run_that_another_machine_takes_out_of_the_index_before_its_record_is_there_is_found(team, monkeypatch):
+    with team.on("a"):
+        records.save(run(state=State.TEARDOWN))
+        settles()
+        assert found(team) == []
+    with team.on("b"):
+        store = location.current().shared
+        assert store is not None
+        meanwhile(monkeypatch, "replace", f"records/{RUN}.json", lambda: store.delete(INDEX), before=True)
+        queued_again()
+    assert found(team) == [RUN]
+
+
+def test_a_process_that_had_a_run_in_the_index_sees_that_another_has_taken_it_out(team: Team):
+    with team.on("b"):
+        records.save(run(state=State.TEARDOWN))
+        listed = dict(shared._listed)
+    with team.on("a"):
+        settles()
+    with team.on("b"):
+        shared._listed.update(listed)
+        assert records.load(RUN).settled
+        records.save(run(state=State.QUEUED))
+    assert found(team) == [RUN]
+
+
+def test_while_a_copy_is_replaced_nobody_begins(xdg: Path):
+    Folder(RUN).make()
+    lock = Folder(RUN).lock
+    with unheld(lock) as free:
+        assert free
+        with hold(lock) as token:
+            assert not token
+    with hold(lock) as token, unheld(lock) as free:
+        assert token
+        assert not free
+
+
+def begun_again() -> None:
+    """The run is over, and a `launch --resume` of this machine has begun it again."""
+    there = records.load(RUN)
+    there.state, there.teardown = State.STOPPED, "confirmed"
+    records.write(there)
+    shared.withdraw_stop(RUN)
+    records.write(replace(there, state=State.RUNNING, teardown="none"))
+
+
+@pytest.mark.parametrize("asks", [shared.ask_to_stop, lambda run_id: Folder(run_id).stop.touch()])
+def test_a_stop_of_an_earlier_use_of_the_run_ends_no_later_one(team: Team, asks: Callable[[str], None]):
+    """Also one that an earlier mgpu has brought, whose file is empty."""
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        asks(RUN)
+    with team.on("b"):
+        begun_again()
+    with team.on("a"), supervising(RUN) as token:
+        assert token
+        assert not Folder(RUN).stop.exists()
+
+
+def test_a_stop_that_did_not_come_into_the_backend_is_sent_by_the_next_supervisor(team: Team, monkeypatch):
+    def away(*_: Any) -> None:
+        raise Unavailable("no answer")
+
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStore, "put", away)
+            with pytest.raises(StackError):
+                shared.ask_to_stop(RUN)
+        with supervising(RUN):
+            assert Folder(RUN).stop.exists()
+    with team.on("b"), supervising(RUN):
+        assert Folder(RUN).stop.exists()
+        begun_again()
+    with team.on("a"), supervising(RUN):
+        assert not Folder(RUN).stop.exists()
