@@ -28,7 +28,8 @@ def fleet_name(project: str, stack: str) -> str:
     if project in (PROJECT, RUNS_PROJECT):
         return stack
     mark = f"-{hashlib.sha256(f'{project}/{stack}'.encode()).hexdigest()[:8]}"
-    return f"{unmarked(project, stack)[: _LABEL - len(mark)]}{mark}"
+    room = _LABEL - len(mark)
+    return f"{unmarked(project[: max(1, room - len(stack) - 1)], stack)[:room]}{mark}"  # names of runs stay whole
 
 
 def unmarked(project: str, stack: str) -> str:

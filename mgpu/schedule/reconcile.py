@@ -37,7 +37,7 @@ LOOK_EVERY_S = 15.0  # while it watches
 BUSY_AGAIN_S = 300.0  # as the next, in a single pass
 TELL_AGAIN_S = 300.0  # until an end is told again that could not be, while it watches: as the next pass would
 AGAIN_S = 60.0  # until a run that was left is looked after again, while it watches
-_OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?$")  # the name of a fleet that a launch has made
+_OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?(-[0-9a-f]{8})?$")  # a launch has named it
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
 
 

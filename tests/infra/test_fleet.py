@@ -32,7 +32,7 @@ from mgpu.iac.engine.stack import Stack
 from mgpu.iac.protocol.handler import Call, Handler, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import contact, fleet, generations, sweep
-from mgpu.iac.types.fleet_model import Machine
+from mgpu.iac.types.fleet_model import FleetInputs, Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
 from mgpu.journal import Journal
@@ -325,6 +325,31 @@ def test_what_a_dead_create_of_another_machine_holds_is_not_left_where_nothing_i
     with pytest.raises(QuotaExceeded):
         handler.create(first, inputs)
     assert fake.running == set()
+
+
+def test_a_refusal_stays_one_where_nobody_may_look_what_is_there(here, wire, fake, tmp_path, monkeypatch):
+    """Whoever hears it waits for capacity, or asks elsewhere. What this machine has asked for has to be looked for."""
+    said, called = list[Event](), threading.Event()
+    called.wait = lambda _=None: False
+    call = Call(here, Settings(tmp_path, "o"), said.append, called, False)
+    inputs = wire.inputs(here, WANTED)
+
+    def raises(error):
+        def refuse(*_):
+            raise error
+
+        return refuse
+
+    monkeypatch.setattr(fake, "create", raises(NoCapacity("sold out")))
+    monkeypatch.setattr(fake, "list_owned", raises(PermissionDenied("not in east")))
+    with pytest.raises(NoCapacity):
+        fleet.FleetHandler(Timeouts()).create(call, inputs)
+    assert "nobody could look whether it has machines: not in east" in str(said)
+    owner = FleetInputs.model_validate(inputs).owner
+    offer = {"provider": fake.name, "region": "east"}
+    generations.open_journal(tmp_path, owner, inputs["name"]).append("intent", token="t", fleet="other", generation=9, offer=offer)
+    with pytest.raises(PermissionDenied):
+        fleet.FleetHandler(Timeouts()).create(call, inputs)
 
 
 def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):

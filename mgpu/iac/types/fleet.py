@@ -30,7 +30,16 @@ from mgpu import acquire
 from mgpu.acquire import Acquired, Terms, fit
 from mgpu.acquire.fit import Machines
 from mgpu.acquire.refusals import REFUSED
-from mgpu.errors import Conflict, InputError, MgpuError, StackError
+from mgpu.errors import (
+    AuthError,
+    Conflict,
+    InputError,
+    MgpuError,
+    PermissionDenied,
+    RateLimited,
+    StackError,
+    Transient,
+)
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
@@ -50,6 +59,9 @@ _REPLACES = (
     *("sshPublicKey", "image"),
 )
 _BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
+
+
+_LOOKED_S = 60.0  # for machines that a refused search may be in want of, while the provider does not answer
 
 
 class FleetHandler:
@@ -102,10 +114,16 @@ class FleetHandler:
         offer that is left out by now. Whoever hears of the refusal asks another provider, or waits."""
         try:
             return rent()
-        except REFUSED:
+        except REFUSED as refusal:
             look = partial(sweep, call, provider, wanted.owner, wanted.name, self._timeouts, keep=keep)
-            if not acquire.patiently(look, self._timeouts.provision_s, call.cancelled.wait, call.emit):
-                raise
+            try:
+                if not acquire.patiently(look, _LOOKED_S, call.cancelled.wait, call.emit):
+                    raise
+            except (AuthError, PermissionDenied, RateLimited, Transient) as error:
+                if generations.begun(call.settings.state_dir, wanted.owner, wanted.name):
+                    raise
+                call.emit(Warned(f"fleet {wanted.name}: nobody could look whether it has machines: {error.what}"))
+                raise refusal from error
         return rent()
 
     def _rented(self, call: Call, provider: Provider, wanted: FleetInputs) -> tuple[Acquired, Plan]:

@@ -48,12 +48,14 @@ class Attempts:
         Raises:
             MgpuError: an attempt could not be started, or the fleet not be repaired, for a cause of their own.
         """
-        ended = self.once(first)
+        ended, record, damaged = self.once(first), self.session.record, 0
         while self.goes_on(ended):
-            record = self.session.record
-            moved = record.checkpoint_step > record.idle_step
-            record.idle = 0 if moved else record.idle + 1
-            record.idle_step = max(record.idle_step, record.checkpoint_step)
+            if len(record.damaged) > damaged:  # the next one begins from an older checkpoint, and is counted from there
+                damaged, record.idle, record.idle_step = len(record.damaged), 0, -1
+            else:
+                moved = record.checkpoint_step > record.idle_step
+                record.idle = 0 if moved else record.idle + 1
+                record.idle_step = max(record.idle_step, record.checkpoint_step)
             if record.idle >= WITHOUT_PROGRESS:
                 return replace(ended, reason=f"{ended.reason}; {record.idle} attempts in a row without progress")
             ended = self._again(ended)

@@ -213,11 +213,12 @@ def pull(record: Record, to: Path) -> tuple[int, int]:
 
 
 def _of_newest(keys: Iterable[str], prefix: str) -> list[tuple[int, str, str]]:
-    """Node, path and key of the newest attempt's outputs. Those without an attempt, which agents of an older mgpu have
-    left, count as older than all others. Raises ValueError for a key that is no output's."""
-    attempts: dict[int, list[tuple[int, str, str]]] = {}
+    """Node, path and key of each output, of the newest attempt that has left it. Those without an attempt, which agents
+    of an older mgpu have left, count as older than all others. Raises ValueError for a key that is no output's."""
+    found: dict[tuple[int, str], tuple[int, str]] = {}
     for key in keys:
         if (named := _STORED.fullmatch(key.removeprefix(prefix))) is None:
             raise ValueError(f"{key!r} is no output of a node")
-        attempts.setdefault(int(named["attempt"] or 0), []).append((int(named["rank"]), named["path"], key))
-    return attempts[max(attempts)] if attempts else []
+        output, attempt = (int(named["rank"]), named["path"]), int(named["attempt"] or 0)
+        found[output] = max(found.get(output, (-1, "")), (attempt, key))
+    return [(*output, key) for output, (_, key) in found.items()]

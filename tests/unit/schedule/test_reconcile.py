@@ -351,9 +351,12 @@ def test_twenty_at_once_start_one_run(nights):
 
 
 def test_machines_that_nothing_stands_for_are_ended_once_an_hour(nights):
-    nights.world.cloud.rent("mine-it-1125-abcde", 2)
+    nights.world.cloud.rent("mine-it-1125-abcde", 2)  # as an earlier mgpu named it
+    named = [fleet_name(project, "it-1125-kmnpq-r2") for project in ("mine", "a-project-with-a-name-of-its-own" * 2)]
+    for each in named:
+        nights.world.cloud.rent(each, 1)
     nights.world.cloud.rent("theirs", 1)
-    assert nights.works().swept == ["mine-it-1125-abcde"]
+    assert sorted(nights.works().swept) == sorted(["mine-it-1125-abcde", *named])
     assert nights.world.cloud.billed == {"theirs-0"}, "of a stack whose state nobody here can see, perhaps"
     assert any("fleet theirs: nothing is known" in event.text for event in nights.world.of(Warned))
     nights.world.cloud.rent("mine-it-1125-fghjk", 1)

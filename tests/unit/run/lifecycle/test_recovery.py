@@ -159,6 +159,21 @@ def test_a_damaged_checkpoint_takes_no_attempt_from_those_for_lost_machines(worl
     assert script.made == 3
 
 
+def test_one_damaged_checkpoint_after_the_other_is_no_want_of_progress(world):
+    """Four in a row: the fifth attempt begins from a good one."""
+    script = Script(world, [SICK, SICK, SICK, SICK, DONE], allowed=1)
+    one, damaged = script._attempt, script.session.record.damaged
+
+    def attempt():
+        if script.made < 4:
+            damaged[f"a001-step-{9 - script.made}"] = "node 0: its checksum is 1, not 2"
+        return one()
+
+    script._attempt = attempt
+    assert script.run().succeeded
+    assert script.made == 5
+
+
 def test_three_attempts_without_a_new_checkpoint_are_enough(world):
     script = Script(world, [(LOST, 5), (LOST, 5)])
     ended = script.run()

@@ -186,17 +186,18 @@ def test_they_come_from_the_store_to_the_same_places(stored, mgpu, world):
     assert here(world.folder / "elsewhere") == {"runs/log": "a", "node-1/runs/log": "bb"}
 
 
-def test_those_of_the_newest_attempt_come_whoever_was_last(stored, mgpu, world):
+def test_each_comes_from_the_newest_attempt_that_has_it_whoever_was_last(stored, mgpu, world):
     """A node of an older attempt may be cut off, live on, and end last; an older mgpu's attempts share a folder."""
     store = open_store(stored.store)
     store.put(key("run-1", 1, 0, "runs/log"), b"stale")
     store.put(key("run-1", 1, 0, "of-attempt-1"), b"stale")
     store.put("run-1/outputs/0/older", b"older")
-    assert mgpu("outputs", "run-1", "--json").json["files"] == 2
-    assert here(world.folder / "mgpu-runs" / "run-1" / "outputs") == {"runs/log": "a", "node-1/runs/log": "bb"}
+    assert mgpu("outputs", "run-1", "--json").json["files"] == 4
+    others = {"node-1/runs/log": "bb", "of-attempt-1": "stale", "older": "older"}
+    assert here(world.folder / "mgpu-runs" / "run-1" / "outputs") == {"runs/log": "a", **others}
     store.put(key("run-1", 1000, 0, "runs/log"), b"newest")
     assert mgpu("outputs", "run-1", "--to", "new").code == 0
-    assert here(world.folder / "new") == {"runs/log": "newest"}
+    assert here(world.folder / "new") == {"runs/log": "newest", **others}, "an attempt that left little hides nothing"
 
 
 def test_what_an_older_mgpu_has_stored_comes(mgpu, world, tmp_path):

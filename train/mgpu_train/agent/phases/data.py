@@ -112,7 +112,7 @@ def _own(attempt: Attempt) -> str:
 def _sweep(folder: Path, own: str, old_s: float) -> None:
     """Removes what attempts that ended meanwhile have left: this node's at once, others' once nobody can be at it."""
     for path in folder.glob(f"{ASIDE}*"):
-        with suppress(FileNotFoundError):  # it has got its name, or another node sweeps
+        with suppress(OSError):  # it has got its name, another node sweeps, or it is somebody else's to remove
             if own in path.name or time.time() - path.stat().st_mtime > old_s:
                 path.unlink()
 

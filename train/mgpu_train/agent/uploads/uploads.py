@@ -316,7 +316,8 @@ class Uploads:
                 waited_s = min(patience_s, self._clock() - begin)
                 self._trouble(f"step-{step}: other nodes' parts are missing after {waited_s:.3g} s")
                 if newer or self._draining.is_set():  # else there is nothing better to do than to wait on
-                    self._newer_waits_s = 2 * patience_s
+                    # a peer may also have given it up; longer than for the last save of all nobody waits
+                    self._newer_waits_s = min(2 * patience_s, self._times.drain_s)
                     return False
             self._pause(self._times.poll_s)
 
@@ -325,7 +326,7 @@ class Uploads:
         if not newer:
             return self._patience_s
         if self._draining.is_set():  # the last save has to find time, too
-            return max(self._times.peers_s, min(self._newer_waits_s, self._patience_s))
+            return max(self._times.peers_s, min(self._newer_waits_s, self._patience_s / 2))
         return self._newer_waits_s
 
     def _look_for_room(self, name: str, path: Path) -> None:
