@@ -347,7 +347,9 @@ def test_a_refusal_stays_one_where_nobody_may_look_what_is_there(here, wire, fak
     assert "nobody could look whether it has machines: not in east" in str(said)
     owner = FleetInputs.model_validate(inputs).owner
     offer = {"provider": fake.name, "region": "east"}
-    generations.open_journal(tmp_path, owner, inputs["name"]).append("intent", token="t", fleet="other", generation=9, offer=offer)
+    generations.open_journal(tmp_path, owner, inputs["name"]).append(
+        "intent", token="t", fleet="other", generation=9, offer=offer
+    )
     with pytest.raises(PermissionDenied):
         fleet.FleetHandler(Timeouts()).create(call, inputs)
 
