@@ -42,6 +42,7 @@ from mgpu.errors import (
 )
 from mgpu.events import Note, RunStateChanged, SpendChanged, Warned
 from mgpu.iac.engine.project import project_name
+from mgpu.iac.naming import fleet_name
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.budget import account
@@ -126,7 +127,7 @@ def program_fails(world):
 def machine_is_lost(world):
     def lose(node, job):
         world.train_on(node, job)
-        world.cloud.phases["mine-" + node.world.run_id + "-1"] = NodePhase.TERMINATED
+        world.cloud.phases[fleet_name("mine", node.world.run_id) + "-1"] = NodePhase.TERMINATED
 
     world.program = lose
 
@@ -270,7 +271,7 @@ def test_success_is_not_success_while_a_machine_may_be_billed(project):
     assert isinstance(outcome.error, TeardownIncomplete)
     done = record.load("last")
     assert (done.state, done.exit_code, done.teardown) == (State.FAILED, 7, "asked")
-    assert f"mine-{done.run_id}-0" in done.reason
+    assert f"{done.fleet_name}-0" in done.reason
 
 
 def test_a_provider_that_cannot_be_asked_in_teardown_is_an_incomplete_teardown(project):
