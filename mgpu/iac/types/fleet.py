@@ -111,7 +111,8 @@ class FleetHandler:
     ) -> _T:
         """What is rented. Where it is refused, all else of the fleet is ended first, but the machines in `keep`: what a
         create or repair that was cut off has made, perhaps on another machine, may be what is missing now, or be of an
-        offer that is left out by now. Whoever hears of the refusal asks another provider, or waits."""
+        offer that is left out by now. Whoever hears of the refusal asks another provider, or waits; it stays one where
+        the provider cannot be asked what is there, and this machine has asked for nothing else."""
         try:
             return rent()
         except REFUSED as refusal:

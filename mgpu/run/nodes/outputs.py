@@ -182,7 +182,7 @@ def from_store(session: Session, request: Request) -> None:
 
 
 def pull(record: Record, to: Path) -> tuple[int, int]:
-    """Fetches the outputs of the run's newest attempt that has any in its store; how many files and bytes.
+    """Fetches the run's outputs from its store, each of the newest attempt that has left it; how many files and bytes.
 
     Raises:
         InputError: the run has no store, or it does not answer; this disk does not work.

@@ -82,6 +82,14 @@ def test_a_write_whose_answer_is_lost_is_made_whether_it_came_or_not(team: Team,
         assert records.load(RUN).step == 6
 
 
+def save_unseen(mine: Record, monkeypatch) -> None:
+    """Step 5 is written, and nobody can look whether it came."""
+    once(monkeypatch, "read", Unavailable("no answer"))
+    mine.step = 5
+    with pytest.raises(StackError):
+        records.save(mine)
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_a_first_write_whose_answer_is_lost_is_made_too(team: Team, monkeypatch, done: bool):
     with team.on("a"):
@@ -93,10 +101,7 @@ def test_a_first_write_whose_answer_is_lost_is_made_too(team: Team, monkeypatch,
 
 def test_a_supervisor_knows_what_it_has_written_though_it_could_not_look(team: Team, monkeypatch):
     with team.on("a"), supervised() as mine:
-        once(monkeypatch, "read", Unavailable("no answer"))
-        mine.step = 5
-        with pytest.raises(StackError):
-            records.save(mine)
+        save_unseen(mine, monkeypatch)
         mine.step = 6
         records.save(mine)
     with team.on("b"):
@@ -105,10 +110,7 @@ def test_a_supervisor_knows_what_it_has_written_though_it_could_not_look(team: T
 
 def test_where_it_could_not_look_and_another_has_written_since_it_has_lost_the_run(team: Team, monkeypatch):
     with team.on("a"), supervised() as mine:
-        once(monkeypatch, "read", Unavailable("no answer"))
-        mine.step = 5
-        with pytest.raises(StackError):
-            records.save(mine)
+        save_unseen(mine, monkeypatch)
         with team.on("b"):
             there = records.load(RUN)
             there.supervisor, there.step = "another", 7
