@@ -140,7 +140,10 @@ def test_a_gang_comes_up_with_all_that_the_operator_pins(provider: Provider, har
     for node in nodes:
         assert node.user
         assert node.private_address
-        assert node.price_usd_per_hour == offer.price_usd_per_hour
+        if offer.price_is_limit:
+            assert 0 < node.price_usd_per_hour <= offer.price_usd_per_hour
+        else:
+            assert node.price_usd_per_hour == offer.price_usd_per_hour
         assert before + 599 < node.hard_cap_at < time.time() + 601
         if harness.answers:
             with socket.create_connection((node.address, node.port), timeout=5) as connection:

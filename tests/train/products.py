@@ -16,6 +16,7 @@ import torch
 from mgpu_train import parallel
 from mgpu_train.config import Job
 from mgpu_train.data.base import Batch, Data
+from mgpu_train.engines import scale
 from mgpu_train.environment import Folders
 from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
@@ -135,6 +136,7 @@ def main() -> None:
     out, name, count, settings, resume = sys.argv[1:]
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(Path(__file__).parent))
+    scale.HIGHEST = 2.0**12  # what overflows fp16 at the first tries, and is skipped, depends on the processor
     given, ways = json.loads(settings), int(count)
     assert ranks(ways, lambda place: train(Path(out), name, resume or None, place, **given)) == [0] * ways
 
