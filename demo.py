@@ -58,10 +58,10 @@ def write_run_file(steps: int) -> None:
     """mgpu.yaml with `checkpoint.to` set to the demo's bucket, and so many steps."""
     import yaml
 
-    run = yaml.safe_load((ROOT / "mgpu.yaml").read_text())
+    run = yaml.safe_load((ROOT / "mgpu.yaml").read_text(encoding="utf-8"))
     run["checkpoint"]["to"] = STORE
     run["train"]["steps"] = steps
-    RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False))
+    RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
 
 
 class Accident:

@@ -62,7 +62,7 @@ def write_run_file(aws: FakeAws, bucket: str) -> None:
         "aws": {"endpoint_url": aws.endpoint, "python": sys.executable},
     }
     RUN_FILE.parent.mkdir(exist_ok=True)
-    RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False))
+    RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
 
 
 class Shell:

@@ -55,7 +55,7 @@ class Shell:
         self._console.say(f"$ {shlex.join(words)}", "bold")
         # Ctrl-C is for the demo alone: a second signal would keep the command from what the first one has it do
         process = subprocess.Popen(
-            words, cwd=self._folder, env=self._env, stderr=subprocess.PIPE, text=True, start_new_session=True
+            words, cwd=self._folder, env=self._env, stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True
         )
         try:
             for line in process.stderr or ():

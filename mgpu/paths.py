@@ -40,7 +40,7 @@ def owner(folder: Path | None = None) -> str:
     """The owner tag of all that this user rents: random, made once, kept in the folder (default: the state folder)."""
     folder = folder or state_dir()
     try:
-        return (folder / "owner").read_text().strip()
+        return (folder / "owner").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return keep_owner(folder, new_owner())
 
@@ -55,14 +55,14 @@ def keep_owner(folder: Path, tag: str) -> str:
     path = folder / "owner"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_name(f"owner.{os.getpid()}")
-    fresh.write_text(f"{tag}\n")
+    fresh.write_text(f"{tag}\n", encoding="utf-8")
     try:
         os.link(fresh, path)  # two first runs at once: one of them wins
     except FileExistsError:
         pass
     finally:
         fresh.unlink()
-    return path.read_text().strip()
+    return path.read_text(encoding="utf-8").strip()
 
 
 def near(path: str | Path) -> str:

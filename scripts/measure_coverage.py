@@ -136,13 +136,13 @@ def main() -> int:
     """Measures pytest with the arguments given; its exit code."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
-    SETTINGS.write_text(CONFIGURATION)
+    SETTINGS.write_text(CONFIGURATION, encoding="utf-8")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with SETTINGS.open("r+") as held:
+    with SETTINGS.open("r+", encoding="utf-8") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         try:
-            HOOK.write_text(MEASURES)
-            STARTS_IT.write_text("import mgpu_coverage_hook\n")
+            HOOK.write_text(MEASURES, encoding="utf-8")
+            STARTS_IT.write_text("import mgpu_coverage_hook\n", encoding="utf-8")
             pytest = [sys.executable, "-m", "pytest", "-p", HOOK.stem, *sys.argv[1:]]
             tested = subprocess.run(pytest, cwd=ROOT, check=False).returncode
         finally:
@@ -152,7 +152,7 @@ def main() -> int:
     narrowed = [word for word in sys.argv[1:] if (ROOT / word.partition("::")[0]).exists()]
     if os.environ.get("MGPU_DRAW", "") in ("", "all") and not narrowed:
         sys.path.append(str(ROOT / "tests"))
-        print(importlib.import_module("draw").list_sole(passed(), json.loads(SECONDS.read_text())))
+        print(importlib.import_module("draw").list_sole(passed(), json.loads(SECONDS.read_text(encoding="utf-8"))))
     return tested
 
 
@@ -183,7 +183,7 @@ def report() -> None:
     result = FOLDER / "result.json"
     together.json_report(outfile=str(result))
     folders = defaultdict[str, list[int]](lambda: [0] * 4)
-    for file, found in json.loads(result.read_text())["files"].items():
+    for file, found in json.loads(result.read_text(encoding="utf-8"))["files"].items():
         parts = (ROOT / file).relative_to(ROOT).parts
         name = "/".join(part for part in parts[:-1] if part != "train")
         for row in ("/".join(name.split("/")[:2]), "all"):

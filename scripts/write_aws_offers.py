@@ -43,7 +43,7 @@ def main() -> None:
 
 def _built() -> Snapshot:
     machines = {name: machine for name, entry in _types().items() if (machine := machine_of(entry))}
-    prices = tomllib.loads(PRICES.read_text())
+    prices = tomllib.loads(PRICES.read_text(encoding="utf-8"))
     dumps = files("moto.ec2") / "resources" / "instance_type_offerings" / "availability-zone-id"
     names = sorted(entry.name.removesuffix(".json.gz") for entry in dumps.iterdir())
     regions = {name: _region(_json(dumps / f"{name}.json.gz"), machines, prices.get(name, {})) for name in names}

@@ -132,8 +132,8 @@ def filled(name: str, page: str) -> str:
 def main() -> None:
     """Writes all of them."""
     for name in parts():
-        (DOCS / name).write_text(filled(name, (DOCS / name).read_text()))
-    (DOCS / "mgpu.schema.json").write_text(schema.text())
+        (DOCS / name).write_text(filled(name, (DOCS / name).read_text(encoding="utf-8")), encoding="utf-8")
+    (DOCS / "mgpu.schema.json").write_text(schema.text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def exported(*more: str, package: str = "mgpu-train") -> list[str]:
         ["sh", "scripts/uv.sh", *_EXPORT, "--package", package, *more],
         cwd=ROOT,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
     return re.findall(r"^\S.*?(?<!\\)\n", done.stdout, re.MULTILINE | re.DOTALL)
@@ -46,7 +46,7 @@ def texts() -> dict[Path, str]:
     base = exported()
     torch = [package for package in exported("--extra", "torch") if package not in base]
     cuda = ".".join(release(torch, "cuda-toolkit").split(".")[:2])
-    dockerfile = said((FOLDER / "Dockerfile").read_text(), "TORCH", release(torch, "torch"))
+    dockerfile = said((FOLDER / "Dockerfile").read_text(encoding="utf-8"), "TORCH", release(torch, "torch"))
     return {
         OPERATOR / "requirements.lock": _HEAD + "".join(exported(package="mgpu")),
         FOLDER / "requirements.lock": _HEAD + "".join(base),
@@ -57,4 +57,4 @@ def texts() -> dict[Path, str]:
 
 if __name__ == "__main__":
     for path, text in texts().items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")

@@ -49,4 +49,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    LIST.write_text(text())
+    LIST.write_text(text(), encoding="utf-8")

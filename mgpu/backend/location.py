@@ -129,7 +129,7 @@ def current() -> Backend:
     """
     here = configured()
     if _named is None and here.folder and (here.root / MOVED).is_file():
-        raise moved(here, (here.root / MOVED).read_text())
+        raise moved(here, (here.root / MOVED).read_text(encoding="utf-8"))
     return here
 
 
@@ -192,7 +192,7 @@ def _of_project(start: Path | None) -> tuple[str, Path] | None:
         return None
     for path in (each / "Pulumi.yaml" for each in (folder, *folder.parents)):
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except OSError:
             continue
         return (url, path) if re.search(r"^[\"']?backend\b", text, re.MULTILINE) and (url := _url(text)) else None

@@ -24,7 +24,7 @@ def owner(here: Backend | None = None) -> str:
         return paths.owner(here.root)
     known = here.root / _KEY
     try:
-        return known.read_text().strip()
+        return known.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         pass
     from mgpu_train.store import Ambiguous

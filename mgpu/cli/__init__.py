@@ -126,7 +126,7 @@ def _open_streams() -> None:
             there = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(there, there == number)
             setattr(sys, name, open(there, "w" if number else "r"))  # noqa: PTH123, SIM115 - until this process ends
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, TextIOWrapper) and (sys.stdout.errors == "strict" or sys.stdout.encoding == "ascii"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

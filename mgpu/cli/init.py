@@ -48,7 +48,7 @@ def init(folder: Path, backend: str | None, secrets_provider: str | None, as_jso
     with wiring.writing(folder):
         for path in (folder / name for name in ((RUN_FILE,) if program else (RUN_FILE, EXAMPLE))):
             if path not in kept:
-                path.write_text(_run_file(program) if program else _template(path.name))
+                path.write_text(_run_file(program) if program else _template(path.name), encoding="utf-8")
                 wrote.append(path)
         _ignore(folder / ".gitignore")
         kept += [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
@@ -105,7 +105,7 @@ def _run_file(program: Path) -> str:
 
 
 def _template(name: str) -> str:
-    return files("mgpu").joinpath("templates", name).read_text()
+    return files("mgpu").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _ignore(path: Path) -> None:

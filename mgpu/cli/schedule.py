@@ -428,7 +428,8 @@ def _show(console: Console, found: Caller, files: Mapping[Path, str]) -> None:
         console.text(f"{path}:")
         console.text("".join(f"    {line}\n" for line in text.splitlines()))
     for command in found.begin:
-        lines = (command.stdin or "").splitlines()
+        # a crontab has bytes of any encoding
+        lines = (command.stdin or "").encode(errors="surrogateescape").decode(errors="replace").splitlines()
         console.text(f"$ {' '.join(command.argv)}" + "".join(f"\n    {line}" for line in lines))
 
 

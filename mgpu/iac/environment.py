@@ -122,7 +122,7 @@ def make_passphrase() -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _create_once(path, secrets.token_urlsafe(32) + "\n")
-    if not path.read_text().strip():
+    if not path.read_text(encoding="utf-8").strip():
         raise StackError(
             f"The passphrase file {path} is empty.",
             "An empty passphrase protects nothing: the secrets in every stack's state would lie open.",
@@ -135,7 +135,7 @@ def make_passphrase() -> Path:
 
 def _replace(target: Path, text: str) -> None:
     """Writes aside and renames, unless the file says so already: a reader sees the old text or the new one."""
-    if target.exists() and target.read_text() == text:
+    if target.exists() and target.read_bytes() == os.fsencode(text):
         return
     aside = _write_aside(target, text)
     aside.chmod(0o644)
@@ -155,8 +155,8 @@ def _create_once(target: Path, text: str) -> None:
 
 def _write_aside(target: Path, text: str) -> Path:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")  # mkstemp makes it 0600
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
+    with os.fdopen(handle, "wb") as file:
+        file.write(os.fsencode(text))  # it names paths, for a shell
         file.flush()
         os.fsync(file.fileno())
     return Path(name)

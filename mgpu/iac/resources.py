@@ -48,7 +48,7 @@ def run_spec() -> RunSpec:
     """
     path, config = _run_file(), pulumi.Config("mgpu")
     try:  # of a run's own copy, what it names was looked at when it was submitted
-        spec = loads(path.read_text(), str(path)) if config.get("folder") else load(path)
+        spec = loads(path.read_text(encoding="utf-8"), str(path)) if config.get("folder") else load(path)
     except OSError as error:
         raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:

@@ -67,7 +67,7 @@ def write(path: Path, text: str) -> None:
     """Replaces a file at once, readable for its owner alone."""
     new = path.with_name(path.name + ".new")
     new.touch(mode=0o600)
-    new.write_text(text)
+    new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
@@ -173,7 +173,7 @@ class Keeper:
     @property
     def host_key(self) -> str:
         """The public half, as it is pinned."""
-        return " ".join((self.folder / "host_key.pub").read_text().split()[:2])
+        return " ".join((self.folder / "host_key.pub").read_text(encoding="utf-8").split()[:2])
 
     def answers(self) -> bool:
         """Whether the server greets; False: it has ended."""
@@ -243,6 +243,6 @@ class Keeper:
     def lease_end(self) -> int:
         """The second since boot at which the lease's script ends the node."""
         try:
-            return min(self.hard_cap, int(self.lease.read_text()))
+            return min(self.hard_cap, int(self.lease.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return self.hard_cap

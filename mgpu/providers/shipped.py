@@ -22,13 +22,13 @@ def packed(files: Mapping[str, str]) -> str:
     equal archives."""
     shared = resources.files(providers)
     modules = {
-        "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(),
-        "mgpu_train/system/prctl.py": Path(prctl.__file__).read_text(),
-        "mgpu/providers/local/containers.py": Path(containers.__file__).read_text(),
-        "mgpu/providers/keeper.py": shared.joinpath("keeper.py").read_text(),
+        "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(encoding="utf-8"),
+        "mgpu_train/system/prctl.py": Path(prctl.__file__).read_text(encoding="utf-8"),
+        "mgpu/providers/local/containers.py": Path(containers.__file__).read_text(encoding="utf-8"),
+        "mgpu/providers/keeper.py": shared.joinpath("keeper.py").read_text(encoding="utf-8"),
     }
     packages = {parent for name in modules for parent in Path(name).parents if parent.name}
-    scripts = {name: shared.joinpath(name).read_text() for name in ("lease.sh", "poweroff.sh")}
+    scripts = {name: shared.joinpath(name).read_text(encoding="utf-8") for name in ("lease.sh", "poweroff.sh")}
     every = {**scripts, **modules, **{f"{package}/__init__.py": "" for package in sorted(packages)}, **files}
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:

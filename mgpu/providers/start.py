@@ -75,8 +75,10 @@ def start_script(
         "lease_s": str(math.ceil(request.lease_s)),
         "hard_cap_s": str(math.ceil(request.hard_cap_s)),
         "ends_by": str(math.ceil(request.ends_by)),
-        "lease_script": (_HERE / "lease.sh").read_text().rstrip("\n"),
+        "lease_script": (_HERE / "lease.sh").read_text(encoding="utf-8").rstrip("\n"),
         "end": end,
     }
     assignments = (f"{name}={shlex.quote(value)}\n" for name, value in settings.items())
-    return "".join(("#cloud-boothook\n#!/bin/sh\n", *assignments, (_HERE / "start.sh").read_text(), more))
+    return "".join(
+        ("#cloud-boothook\n#!/bin/sh\n", *assignments, (_HERE / "start.sh").read_text(encoding="utf-8"), more)
+    )

@@ -269,7 +269,7 @@ def load(folder: Path = Path()) -> Manifest:
 def save(manifest: Manifest, aside: Path) -> None:
     """Replaces the manifest."""
     fresh = aside / "manifest"
-    fresh.write_text(json.dumps(manifest))
+    fresh.write_text(json.dumps(manifest), encoding="utf-8")
     fresh.replace(MANIFEST)
 
 

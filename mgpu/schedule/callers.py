@@ -51,14 +51,18 @@ class Command:
         words = " ".join(self.argv)
         try:
             done = subprocess.run(
-                [*self.argv], input=self.stdin, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+                [*self.argv],
+                input=os.fsencode(self.stdin) if self.stdin is not None else None,
+                capture_output=True,
+                timeout=_COMMAND_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise StackError(f"`{words}` could not be run", str(error), "Take another way: see --help.") from error
         if done.returncode:
-            why = done.stderr.strip() or f"It ended with exit code {done.returncode}."
+            why = os.fsdecode(done.stderr).strip() or f"It ended with exit code {done.returncode}."
             raise StackError(f"`{words}` failed", why, "Take another way: see --help.")
-        return done.stdout
+        return os.fsdecode(done.stdout)  # each byte of a crontab of the user's own comes back as it is
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,7 @@ def _script() -> _Script:
     # those that open AWS here, where no profile does
     names = dict.fromkeys((*variable_names(), *(key for key in AWS_KEYS if os.environ.get(key))))
     head = f"# {secrets.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it."
-    there = secrets.read_text() if secrets.exists() else ""
+    there = os.fsdecode(secrets.read_bytes()) if secrets.exists() else ""
     unset = ", ".join(name for name in names if not re.search(rf"(?m)^\s*(export\s+)?{name}=(?!''|\"\"|\s|$)", there))
     by_hand = (f"{secrets}: set {unset} in it; without one runs and messages wait",) if unset else ()
     return _Script(path, _lines(text), secrets, _lines([head, *(f"#{name}=" for name in names)]), by_hand)
@@ -274,7 +278,13 @@ def caller_name() -> str:
 
 def variable_names() -> list[str]:
     """The variables that passes read for schedules, and for runs that are not over. Raises StackError, SpecError."""
-    return sorted({name for path in _run_files() for name in environment.named(loads(path.read_text(), str(path)))})
+    return sorted(
+        {
+            name
+            for path in _run_files()
+            for name in environment.named(loads(path.read_text(encoding="utf-8"), str(path)))
+        }
+    )
 
 
 def _run_files() -> Iterator[Path]:
@@ -359,6 +369,7 @@ def _write(path: Path, text: str) -> None:
     ours = path.is_absolute()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if ours else 0o755)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
+    # a caller here reads paths and variables, as this machine writes them; other files are the repository's
+    aside.write_bytes(os.fsencode(text) if ours else text.encode())
     aside.chmod(0o600 if ours else 0o644)
     aside.replace(path)

@@ -154,7 +154,7 @@ def _passphrase() -> str:
     if not path.exists() and any(state_file.stacks()):
         why = f"{path} is not there, and the backend has stacks whose secrets need it."
         raise InputError("--aws: the backend's passphrase is not on this machine", why, "Copy it from one that has it.")
-    return environment.make_passphrase().read_text().strip()
+    return environment.make_passphrase().read_text(encoding="utf-8").strip()
 
 
 def _require_image(account: Account, region: str, image: str | None) -> None:

@@ -86,7 +86,7 @@ def installed(namespace: str | None) -> Caller:
     here = f"--namespace={place.namespace}"
     end, by_hand = place.kubectl("delete", *things, here, "--ignore-not-found")
     secret = f"kubectl delete secret {place.name} {here}    the Secret, which is yours"
-    text = _PATH.read_text() if _PATH.is_file() else ""
+    text = _PATH.read_text(encoding="utf-8") if _PATH.is_file() else ""
     return Caller(files={_PATH: text}, end=end, by_hand_after=(*by_hand, secret))
 
 
@@ -210,7 +210,7 @@ def _current() -> str:
 def _there() -> _Place | None:
     """Where the manifest that is there was applied; None: there is none, or it is not as mgpu has written it."""
     try:
-        text = _PATH.read_text()
+        text = _PATH.read_text(encoding="utf-8")
         job = list(yaml.safe_load_all(text))[-1]["metadata"]
         said = text.partition("\n")[0]
         cluster = said.removeprefix(_FOR) if said.startswith(_FOR) else _current()

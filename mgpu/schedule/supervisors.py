@@ -121,7 +121,7 @@ class Supervisors:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
                 errors="replace",
                 env={**os.environ, location.VARIABLE: location.current().url},
                 start_new_session=True,  # Ctrl-C is for who has begun it

@@ -68,7 +68,7 @@ def of_submission(submission: Path, whose: str, folder: Path) -> Makers:
 
 
 def _makers(run_file: Path, heard: Heard) -> Makers:
-    sinks = loads(run_file.read_text(), str(run_file)).sinks
+    sinks = loads(run_file.read_text(encoding="utf-8"), str(run_file)).sinks
     blocks = {name: getattr(sinks, name) for name in type(sinks).model_fields}
     return {name: functools.partial(_make, name, block, heard) for name, block in blocks.items() if block is not None}
 

@@ -157,7 +157,7 @@ def require_files(spec: RunSpec, base: Path, path: str) -> None:
 def text_of(spec: RunSpec, path: Path) -> str:
     """A run file that says `spec`: the one at `path`, or where that says something else a text of its own."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if loads(text, str(path)) == spec:
             return text
     except (InputError, OSError, UnicodeDecodeError):
@@ -343,7 +343,7 @@ def _class(task: str, workdir: Path) -> Iterator[Mistake]:
     """The user's own task, where its file can be seen from here; it may be in an installed package, too."""
     module, _, name = task.partition(":")
     path = workdir.joinpath(*module.split(".")).with_suffix(".py")
-    if path.is_file() and name not in path.read_text(errors="replace"):
+    if path.is_file() and name not in path.read_text(encoding="utf-8", errors="replace"):
         yield Mistake(("train", "task"), f"there is no {name} in {path}", (("code", "workdir"),))
 
 

@@ -81,13 +81,13 @@ def write(run_file: Path, changes: dict[str, Any]) -> None:
     Raises InputError: it is written in a way in which that cannot be done.
     """
     try:
-        text = run_file.read_text()
+        text = run_file.read_text(encoding="utf-8")
         before, after = loads(text, str(run_file)), _changed(text, changes)
         assert before.train is not None  # noqa: S101 - it was tried
         wanted = TrainConfig.model_validate({**before.train.model_dump(exclude_unset=True), **changes})
         if loads(after, str(run_file)) == before.model_copy(update={"train": wanted}):
             aside = run_file.with_name(f".{run_file.name}")
-            aside.write_text(after)
+            aside.write_text(after, encoding="utf-8")
             aside.replace(run_file)
             return
         why = "Its `train` block is written in an unusual way."

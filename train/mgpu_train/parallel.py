@@ -167,7 +167,7 @@ def pin_threads(place: Place, threads: int | None) -> int:
 def machine() -> str:
     """What processes under the same kernel have in common, and no others."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:  # not Linux
         return platform.node()
 

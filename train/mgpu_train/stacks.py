@@ -36,7 +36,7 @@ def show_on_request(rank: int | None = None) -> None:
         faulthandler.register(SIGNAL, file=file, all_threads=True)
         _open.append(file)
         aside = Path(folder, f".{name}.json")
-        aside.write_text(json.dumps({"pid": os.getpid(), "start_ticks": _start_ticks()}))
+        aside.write_text(json.dumps({"pid": os.getpid(), "start_ticks": _start_ticks()}), encoding="utf-8")
         aside.replace(Path(folder, f"{name}.json"))
     except (OSError, ValueError):
         return
@@ -44,4 +44,4 @@ def show_on_request(rank: int | None = None) -> None:
 
 def _start_ticks() -> int:
     """When this process began: with its number that is no other one."""
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])

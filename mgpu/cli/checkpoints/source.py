@@ -99,7 +99,7 @@ class Source:
         path = Folder(self.run_id).run_file
         if self.record is None or not path.exists():
             return None
-        spec = loads(path.read_text(), str(path))
+        spec = loads(path.read_text(encoding="utf-8"), str(path))
         request = resolve(spec, self.run_id, Path(self.record.project_base), timeouts=wiring.timeouts())
         return request.checkpoint
 

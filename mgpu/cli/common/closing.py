@@ -92,7 +92,7 @@ def _outputs_wait(record: Record) -> str:
 
     kept = Folder(record.run_id).run_file
     try:
-        wanted = loads(kept.read_text(), str(kept)).outputs
+        wanted = loads(kept.read_text(encoding="utf-8"), str(kept)).outputs
     except (InputError, OSError):  # the record is damaged: nothing is promised
         return ""
     if not wanted:

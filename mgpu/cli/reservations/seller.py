@@ -77,7 +77,7 @@ def remember(seller: Seller, wanted: ReservationRequest, offers: tuple[Reservati
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(_Memory(found=kept | fresh).model_dump_json())
+    aside.write_text(_Memory(found=kept | fresh).model_dump_json(), encoding="utf-8")
     aside.replace(path)
 
 
@@ -92,7 +92,7 @@ def recall(id_: str) -> Found:
 
 def _read() -> _Memory:
     try:
-        return _Memory.model_validate_json(_path().read_text())
+        return _Memory.model_validate_json(_path().read_text(encoding="utf-8"))
     except (OSError, ValidationError):
         return _Memory()
 

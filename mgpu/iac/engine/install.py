@@ -180,7 +180,7 @@ _SCRATCH = ".making-"
 def _locked(root: Path, report: Report) -> Iterator[Path]:
     """One set-up at a time; what a killed one left half made is cleared away."""
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
+    with (root / ".lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -246,7 +246,7 @@ def _has_stack(program: Path) -> bool:
     from mgpu.iac.engine import state_file
 
     # Read from the backend itself: asking the CLI takes ten times as long as all the rest of a second set-up.
-    name = re.search(r"^name:\s*[\"']?([\w.-]+)", program.read_text(), re.MULTILINE)
+    name = re.search(r"^name:\s*[\"']?([\w.-]+)", program.read_text(encoding="utf-8"), re.MULTILINE)
     return name is not None and state_file.state_key(name[1], environment.STACK) is not None
 
 

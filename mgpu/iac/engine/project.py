@@ -42,9 +42,11 @@ def project_files(dest: Path, *, overwrite: bool = False) -> tuple[Path, ...]:
     dest.mkdir(parents=True, exist_ok=True)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_source(), infra, dirs_exist_ok=True, ignore=ignored)
-    settings.write_text(_settings(_new_name(dest), "Machines for distributed training, one fleet a stack", "infra/"))
+    settings.write_text(
+        _settings(_new_name(dest), "Machines for distributed training, one fleet a stack", "infra/"), encoding="utf-8"
+    )
     for name, settings_of in _APART.items():
-        (infra / name / "Pulumi.yaml").write_text(_settings(*settings_of))
+        (infra / name / "Pulumi.yaml").write_text(_settings(*settings_of), encoding="utf-8")
     return settings, infra
 
 
@@ -88,10 +90,10 @@ def _copied(source: Path, dest: Path, settings: str, below: str = "") -> Path:
 def name_backend(project: Path, url: str) -> None:
     """Has a project's settings name this backend. Raises InputError: they name another one."""
     path = project / "Pulumi.yaml"
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     known = (yaml.safe_load(text).get("backend") or {}).get("url")
     if known is None:
-        path.write_text(text.rstrip("\n") + "\n" + yaml.safe_dump({"backend": {"url": url}}))
+        path.write_text(text.rstrip("\n") + "\n" + yaml.safe_dump({"backend": {"url": url}}), encoding="utf-8")
     elif known != url:
         raise InputError(
             f"--backend {url}: {path} names {known}",
@@ -110,22 +112,22 @@ def keep_program(project: Path, dest: Path) -> None:
     from mgpu.remote.snapshot import scan
 
     project_name(project)
-    settings = (project / "Pulumi.yaml").read_text()
+    settings = (project / "Pulumi.yaml").read_text(encoding="utf-8")
     main = str((yaml.safe_load(settings) or {}).get("main") or ".")
     shutil.rmtree(dest, ignore_errors=True)
     (dest / main).mkdir(parents=True, mode=0o700)
     scan(project / main).write_to(dest / main)
-    (dest / "Pulumi.yaml").write_text(settings)
+    (dest / "Pulumi.yaml").write_text(settings, encoding="utf-8")
 
 
 def settle(project: Path) -> None:
     """Makes the settings of a program that was kept name the plugin of this machine."""
     path = project / "Pulumi.yaml"
-    settings = yaml.safe_load(path.read_text())
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     for plugin in (settings.get("plugins") or {}).get("providers") or ():
         if plugin.get("name") == _PLUGIN and plugin.get("path") != _scripts():
             plugin["path"] = _scripts()
-            path.write_text(yaml.safe_dump(settings, sort_keys=False))
+            path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
 
 def project_name(project: Path) -> str:
@@ -135,7 +137,7 @@ def project_name(project: Path) -> str:
         StackError: there is none.
     """
     try:
-        return str(yaml.safe_load((project / "Pulumi.yaml").read_text())["name"])
+        return str(yaml.safe_load((project / "Pulumi.yaml").read_text(encoding="utf-8"))["name"])
     except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise StackError(
             f"{project} is not a Pulumi project",

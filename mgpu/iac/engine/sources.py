@@ -68,7 +68,14 @@ class Outside:
         """The standard output of a program; SourceUnavailable with its last words when it fails or takes too long."""
         try:
             done = subprocess.run(
-                argv, cwd=cwd, env=env, timeout=timeout_s, capture_output=True, text=True, stdin=subprocess.DEVNULL
+                argv,
+                cwd=cwd,
+                env=env,
+                timeout=timeout_s,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                stdin=subprocess.DEVNULL,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SourceUnavailable(str(error)) from error
@@ -197,9 +204,11 @@ def _build(program: _GoProgram, into: Path, go: Path, outside: Outside) -> Path:
     folder = into.parent / f"module-{program.name}"
     folder.mkdir()
     needs = f"{program.module} {program.version}"
-    (folder / "go.mod").write_text(f"module mgpu.invalid/engine\n\ngo 1.25\n\nrequire {needs}\n")
+    (folder / "go.mod").write_text(f"module mgpu.invalid/engine\n\ngo 1.25\n\nrequire {needs}\n", encoding="utf-8")
     # A build tag that is never set: the import makes `go mod tidy` keep the requirement.
-    (folder / "tools.go").write_text(f'//go:build tools\n\npackage tools\n\nimport _ "{program.package}"\n')
+    (folder / "tools.go").write_text(
+        f'//go:build tools\n\npackage tools\n\nimport _ "{program.package}"\n', encoding="utf-8"
+    )
     env = _go_env()
     outside.run([go, "mod", "tidy"], MODULES_S, folder, env)
     build = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", program.ldflags, "-o", into / program.name]

@@ -236,14 +236,14 @@ class Stack:
         # `stack init` knows no --config-file: it saves the encryption salt beside the Pulumi.yaml where it is called
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         stub = {"name": project_name(self.project), "runtime": "python"}
-        (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub))
+        (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub), encoding="utf-8")
         # as it is wanted now, and where this machine has it; the salt of the stack's secrets stays
-        known = yaml.safe_load(self._config.read_text()) if self._config.exists() else {}
+        known = yaml.safe_load(self._config.read_text(encoding="utf-8")) if self._config.exists() else {}
         ours = {"mgpu:runFile": str(self._run_file), "mgpu:folder": str(self._folder)}
         ours |= {"mgpu:provider": self._provider} if self._provider else {}
         wanted = ours if self._values is None else dict(self._values)
         if known.get("config") != wanted:
-            self._config.write_text(yaml.safe_dump({**known, "config": wanted}))
+            self._config.write_text(yaml.safe_dump({**known, "config": wanted}), encoding="utf-8")
 
     @cached_property
     def _engine(self) -> install.PulumiEngine:
@@ -363,7 +363,16 @@ def current_stack(project: Path) -> str | None:
     del env["PULUMI_STACK"]
     argv = [str(engine.pulumi), "stack", "--show-name", *_PLAIN]
     try:
-        done = subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=_ASK_S, check=False)
+        done = subprocess.run(
+            argv,
+            cwd=project,
+            env=env,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ASK_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("Pulumi did not name the selected stack.", str(error), "Give `--stack NAME`.") from error
     return done.stdout.strip() or None if done.returncode == 0 else None

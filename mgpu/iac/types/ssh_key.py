@@ -148,7 +148,7 @@ def _foreign(file: Path) -> InputError:
 
 def _read(file: Path) -> str | None:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -163,7 +163,7 @@ def _replace(file: Path, text: str, mode: int) -> None:
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "w") as out:
+    with os.fdopen(handle, "w", encoding="utf-8") as out:
         out.write(text)
         out.flush()
         os.fsync(out.fileno())

@@ -34,7 +34,12 @@ def version(environ: Mapping[str, str]) -> str:
         return ""
     try:
         done = subprocess.run(
-            ["docker", "buildx", "version"], capture_output=True, text=True, timeout=_VERSION_S, env=dict(environ)
+            ["docker", "buildx", "version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_VERSION_S,
+            env=dict(environ),
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -65,7 +70,7 @@ def build(
             stdin=archive,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             env=_environment(recipe, environ),
             start_new_session=True,
@@ -89,7 +94,7 @@ def build(
         if status:
             error = stream.failure(status)
             raise failures.in_dockerfile(error.why) or error
-        return named.read_text().strip()
+        return named.read_text(encoding="utf-8").strip()
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -345,7 +345,7 @@ class AwsProvider(Provider):
 def _has_role() -> bool:
     """Whether this is a machine of EC2's that AWS's own tools find credentials on: those of its role."""
     try:
-        if _VENDOR.read_text().strip() != "Amazon EC2":
+        if _VENDOR.read_text(encoding="utf-8").strip() != "Amazon EC2":
             return False
     except OSError:
         return False

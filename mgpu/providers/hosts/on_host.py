@@ -97,11 +97,11 @@ def _take(asked: dict[str, Any]) -> dict[str, Any]:
     record.update(hard_cap_at=int(now + hard_cap_s), link=_link(asked["key"]))
     _write(HOLDER, record)  # from here on it is found, and ended
     lease, script, clock = folder / "home" / ".mgpu" / "lease", MINE / "host.py", MINE / "lease.sh"
-    lease.write_text(f"{int(up + asked['lease_s'])}\n")
-    script.write_text(asked["source"])
-    clock.write_text(asked["lease_script"])
+    lease.write_text(f"{int(up + asked['lease_s'])}\n", encoding="utf-8")
+    script.write_text(asked["source"], encoding="utf-8")
+    clock.write_text(asked["lease_script"], encoding="utf-8")
     python = f"'{sys.executable}' -I -S '{script}'"
-    (folder / "enter").write_text(f"{MARK}={record['name']} exec {python} session '{folder}'\n")
+    (folder / "enter").write_bytes(os.fsencode(f"{MARK}={record['name']} exec {python} session '{folder}'\n"))
     link = MINE / record["link"]
     if link.is_symlink():
         link.unlink()
@@ -265,7 +265,7 @@ def _alone() -> Iterator[None]:
     if MINE.is_symlink() or MINE.stat().st_uid != os.getuid():
         raise OSError(f"{MINE} is not this user's own folder")
     MINE.chmod(0o755)
-    with (MINE / "mutex").open("w") as mutex:
+    with (MINE / "mutex").open("w", encoding="utf-8") as mutex:
         fcntl.flock(mutex, fcntl.LOCK_EX)
         yield
 
@@ -426,7 +426,7 @@ def _process(pid: int) -> list[int] | None:
 def _stat(pid: int) -> list[str] | None:
     """State, parent and so on of a living process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields
@@ -488,7 +488,9 @@ def _facts(asked: dict[str, Any]) -> dict[str, Any]:
         "python": version,
         "kills_at_logout": _printed("busctl", "get-property", *manager, "KillUserProcesses").strip() == "b true",
         "address": os.environ.get("SSH_CONNECTION", "").split(" ")[2:3],
-        "host_keys": [path.read_text() for path in Path("/etc/ssh").glob("*_key.pub") if os.access(path, os.R_OK)],
+        "host_keys": [
+            path.read_text(encoding="utf-8") for path in Path("/etc/ssh").glob("*_key.pub") if os.access(path, os.R_OK)
+        ],
     }
 
 
@@ -501,16 +503,16 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def _uptime() -> float:
-    return float(Path("/proc/uptime").read_text().split()[0])
+    return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -519,7 +521,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, value: dict[str, Any]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(json.dumps(value))
+        aside.write_text(json.dumps(value), encoding="utf-8")
         aside.chmod(0o644)
         aside.replace(path)
     finally:

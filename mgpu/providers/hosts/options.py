@@ -80,7 +80,7 @@ class HostsOptions(ProviderOptions):
         lines = [(f"hosts.addresses: {each}", each) for each in self.addresses]
         if self.inventory:
             try:
-                text = Path(self.inventory).expanduser().read_text()
+                text = Path(self.inventory).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 cure = "Give `hosts.inventory` as a path from the folder of the run file."
                 why = getattr(error, "strerror", None) or str(error)

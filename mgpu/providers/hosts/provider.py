@@ -204,7 +204,7 @@ class HostsProvider(Provider):
         record = {"name": name, "token": token, "rank": rank, "size": request.requirements.nodes, "asked": asked}
         record |= {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
         take = request.model_dump(include={"lease_s", "hard_cap_s", "ends_by"}) | {"key": request.ssh_public_key}
-        texts = {"source": script(), "lease_script": _LEASE.read_text(), "folder": host.folder}
+        texts = {"source": script(), "lease_script": _LEASE.read_text(encoding="utf-8"), "folder": host.folder}
         wanted = {"verb": "take", "names": [token[:10]], "record": {**record, "by": who, "node": node}, **take, **texts}
         try:
             held = self._client.ask(host, wanted)["held"]
@@ -370,6 +370,6 @@ def _one_at_a_time() -> Iterator[None]:
     """Of this user's creates on this machine: two of one token would take each other's hosts."""
     folder = paths.state_dir() / "hosts"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

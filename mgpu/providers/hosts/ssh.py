@@ -137,7 +137,13 @@ class Client:
     def _run(self, command: list[str], text: str, seconds: float) -> subprocess.CompletedProcess[str]:
         try:
             return subprocess.run(
-                command, input=text, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+                command,
+                input=text,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=seconds,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(command, 255, "", f"no answer within {seconds:.0f} s")
@@ -147,7 +153,7 @@ class Client:
 
 def script() -> str:
     """What a host runs, as text."""
-    return Path(__file__).with_name("on_host.py").read_text()
+    return Path(__file__).with_name("on_host.py").read_text(encoding="utf-8")
 
 
 def _fingerprint(key: str) -> str:

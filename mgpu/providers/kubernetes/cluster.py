@@ -94,7 +94,7 @@ class Access:
             server = _server(told).get("server", "")
             return told.get("current-context", ""), context.get("namespace") or "default", server
         if not self.context and IN_CLUSTER.exists():
-            return "", IN_CLUSTER.read_text().strip(), ""
+            return "", IN_CLUSTER.read_text(encoding="utf-8").strip(), ""
         cure = "Name one in `kubernetes: {context: ...}`; `kubectl config get-contexts` lists them."
         raise InvalidRequest("kubernetes: kubectl has no such context", done.stderr.strip(), cure)
 
@@ -117,7 +117,9 @@ def _server(told: Json) -> Json:
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_S)
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=_CALL_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidRequest("kubernetes: kubectl does not run", str(error), "") from error
 
@@ -138,7 +140,8 @@ class _Proxy:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,  # Ctrl-C is not for it
         )
         timer = threading.Timer(_START_S, self.close)

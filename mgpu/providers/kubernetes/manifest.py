@@ -120,7 +120,7 @@ def _pod(request: FleetRequest, offer: Offer, token: str, options: KubernetesOpt
     amounts = {resource: str(amount) for resource, amount in wanted.items() if amount is not None}
     asked = {key: getattr(request, key) for key in ("lease_s", "hard_cap_s", "ends_by", "ssh_public_key")}
     asked |= {"token": token, "notice_s": options.notice_s}
-    files = packed({"pod.py": resources.files(kubernetes).joinpath("pod.py").read_text()})
+    files = packed({"pod.py": resources.files(kubernetes).joinpath("pod.py").read_text(encoding="utf-8")})
     volumes = {"mgpu": (_FOLDER, {"emptyDir": {"sizeLimit": f"{needed.disk_gib}Gi"}}, False)}
     memory = {"medium": "Memory"} | ({"sizeLimit": f"{options.shm_gib}Gi"} if options.shm_gib else {})
     volumes["shm"] = (_SHM, {"emptyDir": memory}, False)

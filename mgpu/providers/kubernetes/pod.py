@@ -67,4 +67,8 @@ class Pod(Keeper):
 
 
 if __name__ == "__main__":
-    sys.exit(Pod(json.loads((FOLDER / "asked.json").read_text()), int(os.environ["JOB_COMPLETION_INDEX"])).run())
+    sys.exit(
+        Pod(
+            json.loads((FOLDER / "asked.json").read_text(encoding="utf-8")), int(os.environ["JOB_COMPLETION_INDEX"])
+        ).run()
+    )

@@ -24,7 +24,14 @@ def remove(home: Path) -> None:
 def _call(docker: str, *arguments: str) -> str:
     try:
         command = [docker, *arguments]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DOCKER_S)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_DOCKER_S,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout

@@ -229,7 +229,7 @@ def _set(root: Path, name: str, value: float) -> None:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    with (root / f".{FILE}.lock").open("a") as handle:
+    with (root / f".{FILE}.lock").open("a", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -38,7 +38,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 def _write_aside(path: Path, data: Mapping[str, Any]) -> Path:
     fd, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(fd, "w") as file:
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(data, file, separators=(",", ":"))
         file.flush()
         os.fsync(fd)

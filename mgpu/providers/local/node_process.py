@@ -143,7 +143,7 @@ class _NodeProcess:
         return subprocess.Popen([*command, str(self.instance.root), self.instance.id])
 
     def _lease(self) -> subprocess.Popen[bytes]:
-        power_off = (_HERE.parent / "poweroff.sh").read_text()
+        power_off = (_HERE.parent / "poweroff.sh").read_text(encoding="utf-8")
         grace = str(_POWER_OFF_GRACE_S)
         node_process = (str(self.process.pid), str(self.process.start_ticks), self.instance.id, grace)
         lease = (str(self.instance.home / nodes.LEASE), str(self.hard_cap), str(_LEASE_POLL_S))
@@ -172,7 +172,7 @@ class _NodeProcess:
         lease = self.instance.home / nodes.LEASE
         try:
             # anything but a file (a pipe) might never answer
-            return min(self.hard_cap, int(lease.read_text())) if lease.is_file() else self.hard_cap
+            return min(self.hard_cap, int(lease.read_text(encoding="utf-8"))) if lease.is_file() else self.hard_cap
         except (OSError, ValueError):
             return self.hard_cap
 

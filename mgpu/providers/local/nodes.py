@@ -176,7 +176,7 @@ class Instance:
     def last_words(self) -> str:
         """The last line of its log."""
         try:
-            lines = self.log.read_text(errors="replace").split("\n")
+            lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError:
             return ""
         return next((line for line in reversed(lines) if line.strip()), "")
@@ -268,9 +268,9 @@ def furnish(instance: Instance, spec: NodeSpec) -> None:
     """Makes the machine's folder: home with the first lease, tmp, and `python3` on the PATH."""
     for folder in (instance.folder, instance.home / ".mgpu", instance.folder / "tmp", instance.folder / "bin"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (instance.home / LEASE).write_text(f"{int(procs.uptime_s() + spec.lease_s)}\n")
+    (instance.home / LEASE).write_text(f"{int(procs.uptime_s() + spec.lease_s)}\n", encoding="utf-8")
     for name in ("python", "python3"):
         program = instance.folder / "bin" / name
         # a script, not a link: through a link Python would not find the virtual environment it belongs to
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(spec.python)} "$@"\n')
+        program.write_bytes(os.fsencode(f'#!/bin/sh\nexec {shlex.quote(spec.python)} "$@"\n'))
         os.chmod(program, 0o755)  # noqa: PTH101,S103

@@ -93,7 +93,7 @@ class Login:
             AmbiguousCreate: the answer to a submission was lost.
             ProviderError: Slurm refused, or does not answer; or ssh did not get there.
         """
-        text = resources.files(slurm).joinpath("login.sh").read_text()
+        text = resources.files(slurm).joinpath("login.sh").read_text(encoding="utf-8")
         given = " ".join(map(shlex.quote, (self.options.work_folder, *words)))
         program = f"set -- {given}\n{text}\n{script}\nexit\n"
         argv = [*self.ssh(), self.options.login, "exec sh -s"] if self.options.login else ["sh", "-s"]

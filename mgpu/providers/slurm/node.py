@@ -129,5 +129,5 @@ def address() -> str:
 
 
 if __name__ == "__main__":
-    node = Node(json.loads((GANG / "asked.json").read_text()), int(os.environ["SLURM_PROCID"]))
+    node = Node(json.loads((GANG / "asked.json").read_text(encoding="utf-8")), int(os.environ["SLURM_PROCID"]))
     sys.exit(node.sweep() if sys.argv[1:] == ["sweep"] else node.run())

@@ -299,8 +299,8 @@ def _files(options: SlurmOptions, asked: Mapping[str, Any]) -> str:
     """What the gang's folder begins with."""
     own = resources.files(slurm)
     files = {
-        "batch.sh": "#!/bin/bash\n" + own.joinpath("batch.sh").read_text(),
-        "node.py": own.joinpath("node.py").read_text(),
+        "batch.sh": "#!/bin/bash\n" + own.joinpath("batch.sh").read_text(encoding="utf-8"),
+        "node.py": own.joinpath("node.py").read_text(encoding="utf-8"),
         "prologue.sh": "\n".join((*options.prologue, ":")),
         "asked.json": json.dumps(asked),
     }

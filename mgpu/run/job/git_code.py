@@ -93,7 +93,7 @@ def _git(words: list[str], folder: str | None, limit_s: float, what: str) -> str
             env=quiet,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=limit_s,
         )

@@ -70,7 +70,7 @@ def changes(record: Record, spec: RunSpec) -> list[str]:
     """What differs from the run file that the run began with, a line a key; none where that cannot be read any more."""
     try:
         path = Folder(record.run_id).run_file
-        old = loads(path.read_text(), str(path))
+        old = loads(path.read_text(encoding="utf-8"), str(path))
     except (MgpuError, OSError, ValueError):
         return []
     then, now = (dict(_leaves(each.model_dump(mode="json", by_alias=True))) for each in (old, spec))

@@ -95,7 +95,7 @@ def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Se
         with code_upload.set_aside(request, folder / "work") as code:
             if code is not None:
                 code.replace(folder / "work")
-        (folder / files.RUN_FILE).write_text(text_of(request.spec, run_file))
+        (folder / files.RUN_FILE).write_text(text_of(request.spec, run_file), encoding="utf-8")
         keep_program(Path(record.project), folder / "program")
         files.keep_folder(folder, at)
     except BaseException:
@@ -157,7 +157,7 @@ def _project(record: Record) -> str:
 
 def _fetch(code: GitCode, run_file: Path, run_id: str) -> None:
     """The code of a run as its commit has it."""
-    spec, work = loads(run_file.read_text(), str(run_file)), Folder(run_id).work
+    spec, work = loads(run_file.read_text(encoding="utf-8"), str(run_file)), Folder(run_id).work
     with code.at(code.ref) as base:
         require_files(spec, base, str(code))
         request = resolve(spec, run_id, base, timeouts=Timeouts())  # type: ignore[call-arg]
@@ -259,7 +259,7 @@ def _placed(request: Request, run_file: Path, code: Path | None, record: Record)
     shutil.rmtree(folder.work, ignore_errors=True)  # a run that is begun again takes its code as it is now
     if code is not None:
         code.replace(folder.work)
-    folder.run_file.write_text(said)
+    folder.run_file.write_text(said, encoding="utf-8")
     if location.current().folder is None:
         keep_program(Path(record.project), folder.program)
     files.keep(request.run_id)

@@ -101,7 +101,9 @@ class _Run:
         self.session, self.record, self._submitted = session, session.record, submitted
         self._context, self._queued_again = context, False
         path = Folder(self.record.run_id).run_file
-        spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes
+        spec = loads(
+            path.read_text(encoding="utf-8"), str(path)
+        )  # as it was; what it names beside itself is on the nodes
         self.spec: RunSpec = spec.model_copy(
             update={"providers": (*self.record.candidates,) or (self.record.provider,)}
         )

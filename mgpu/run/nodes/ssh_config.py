@@ -76,6 +76,6 @@ def _route(fleet: StackOutput, alias: str, folder: Path, work: str | None) -> Ss
     nodes = targets(fleet)
     config, known_hosts = ssh_config(nodes, Path(fleet.private_key_file).expanduser(), alias, known_hosts_file)
     for file, text in ((known_hosts_file, known_hosts), (path, config)):
-        if not file.exists() or file.read_text() != text:
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
             files.replace(file, text.encode())  # whole: another command's ssh may read it now
     return SshRoute(path, alias, tuple(node.rank for node in nodes), work)

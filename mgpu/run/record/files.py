@@ -61,7 +61,7 @@ def keep_folder(root: Path, at: str) -> None:
                 with _packed(root / name) as path:
                     sent = store.put_file(key, path)
                 archives[name] = {"key": key, "size": sent.size, "crc64nvme": sent.crc64nvme}
-        _say(store, root, at, {"run_file": (root / RUN_FILE).read_text(), "archives": archives})
+        _say(store, root, at, {"run_file": (root / RUN_FILE).read_text(encoding="utf-8"), "archives": archives})
 
 
 def keep_same(run_id: str, source: Path) -> None:
@@ -226,10 +226,10 @@ def _alone(root: Path) -> Iterator[dict[str, int]]:
     """What is known to be in the backend, while nobody else of this machine brings or sends: two who follow a run would
     write everything twice."""
     root.mkdir(parents=True, mode=0o700, exist_ok=True)
-    with (root / ".sending").open("a") as handle:
+    with (root / ".sending").open("a", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         known = root / _SENT
-        yield dict(json.loads(known.read_text())) if known.exists() else {}
+        yield dict(json.loads(known.read_text(encoding="utf-8"))) if known.exists() else {}
 
 
 @contextmanager

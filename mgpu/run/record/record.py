@@ -515,7 +515,7 @@ def of_json(whole: dict[str, Any]) -> Record:
 
 def _read(path: Path) -> Record:
     try:
-        return of_json(json.loads(path.read_text()))
+        return of_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",
@@ -539,7 +539,7 @@ def opening() -> Iterator[None]:
     """One process at a time opens a run: what it sees of the others' records stays so until its own is written."""
     path = runs() / ".opening"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with path.open("a") as handle:
+    with path.open("a", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -244,7 +244,7 @@ def _bring(store: Store, run_id: str, *, mine: bool = False) -> bool:
 
 def _version(run_id: str) -> str:
     try:
-        return (Folder(run_id).root / ".version").read_text()
+        return (Folder(run_id).root / ".version").read_text(encoding="utf-8")
     except FileNotFoundError:
         return ""
 

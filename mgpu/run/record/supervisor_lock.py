@@ -74,14 +74,14 @@ def hold(path: Path, *, force: bool = False) -> Iterator[str]:
 def unheld(path: Path) -> Iterator[bool]:
     """Nobody takes the lock while the block runs, which has to be over in a moment, as takers wait no longer; False:
     some process holds it already. Raises OSError."""
-    with path.open("a") as handle:
+    with path.open("a", encoding="utf-8") as handle:
         yield _locked(handle, path, fcntl.LOCK_SH)
 
 
 def holder(path: Path) -> Holder | None:
     """Who holds the lock, or held it last; None: nobody has yet, or it cannot be read."""
     try:
-        return Holder(**json.loads(path.read_text()))
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -89,7 +89,7 @@ def holder(path: Path) -> Holder | None:
 def held(path: Path) -> bool:
     """True while some process holds the lock."""
     try:
-        with path.open() as handle:
+        with path.open(encoding="utf-8") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -107,7 +107,7 @@ def taken_from(path: Path, token: str) -> Holder | None:
 def _take(path: Path, token: str) -> TextIO | None:
     # `held` has the lock for an instant while it looks: that must not turn a supervisor away
     for _ in range(TRIES):
-        handle = path.open("a+")
+        handle = path.open("a+", encoding="utf-8")
         if _locked(handle, path):
             with suppress(OSError):  # a full disk: nobody else holds it, so nobody has to read whose it is
                 _sign(handle, token)
@@ -127,7 +127,7 @@ def _locked(handle: TextIO, path: Path, how: int = fcntl.LOCK_EX) -> bool:
 
 def _seize(path: Path, token: str) -> TextIO:
     aside = path.with_name(f".{path.name}.{token}")
-    handle = aside.open("a+")
+    handle = aside.open("a+", encoding="utf-8")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _sign(handle, token)
@@ -150,7 +150,7 @@ def me(token: str) -> Holder:
 def replace_holder(path: Path, now: Holder) -> None:
     """Writes down that another machine's process has the lock, which nobody here holds from now on. Raises OSError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w") as handle:
+    with aside.open("w", encoding="utf-8") as handle:
         _write(handle, now)
     aside.replace(path)
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from mgpu import paths
 from mgpu.cli import COMMANDS
 from mgpu.run.record.record import State
 
@@ -81,6 +82,18 @@ def test_every_command_listed_is_there_and_has_help(command, tmp_path):
 
 def mgpu(args, cwd, stdin=subprocess.DEVNULL):
     return subprocess.run([sys.executable, "-m", "mgpu", *args], capture_output=True, text=True, cwd=cwd, stdin=stdin)
+
+
+def test_a_run_file_is_utf_8_whatever_locale_somebody_has(run_file, tmp_path, monkeypatch):
+    for name, value in {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}.items():
+        monkeypatch.setenv(name, value)  # ASCII: a stand-in for Latin-1, which a machine may lack
+    text = run_file.read_text(encoding="utf-8") + "# Größe → 2\n"
+    run_file.write_text(text, encoding="utf-8")
+    done = mgpu(["submit", "--yes"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.read_text(encoding="utf-8") for path in paths.state_dir().rglob("runs/*/mgpu.yaml")] == [text]
+    done = mgpu(["ls"], tmp_path)
+    assert (done.returncode, "queued" in done.stdout.lower()) == (0, True), done.stderr
 
 
 def test_a_typing_error_gets_the_nearest_command(tmp_path):

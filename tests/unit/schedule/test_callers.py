@@ -131,6 +131,12 @@ def test_a_line_of_crontab(user: Path):
     assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
 
 
+def test_a_crontab_of_another_encoding_keeps_each_byte(user: Path):
+    (user / "tab").write_bytes(b"# f\xfcr alle\n0 5 * * * /usr/bin/backup\n")
+    assert mgpu("schedule", "install", "--cron", "--yes").return_value == 0
+    assert (user / "tab").read_bytes().startswith(b"# f\xfcr alle\n0 5 * * * /usr/bin/backup\n*/5 ")
+
+
 def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
     (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
     (user / "broken").touch()

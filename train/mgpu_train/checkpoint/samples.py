@@ -38,7 +38,7 @@ def load(folder: Path, guidance: float = 1.0) -> DiT:
     """
     shards = open_shards(folder)
     try:
-        config = json.loads((folder / "meta.json").read_text())["config"]
+        config = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["config"]
         task, options = config["task"], config["options"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TrainError(

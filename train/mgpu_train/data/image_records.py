@@ -148,7 +148,7 @@ def _index(root: Path, names: list[str]) -> Index:
 def _alone(root: Path) -> Iterator[bool]:
     """No other process of this node is in here with the folder; False: it cannot be written to."""
     try:
-        file = (root / f"{INDEX}.lock").open("w")
+        file = (root / f"{INDEX}.lock").open("w", encoding="utf-8")
     except OSError:
         yield False
         return

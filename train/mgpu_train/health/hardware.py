@@ -34,7 +34,7 @@ def free_bytes() -> float:
         free = 1024 * _number(Path("/proc/meminfo"), "MemAvailable:")
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError, StopIteration):  # "max": none
-        most, taken = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        most, taken = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
         free = min(free, most - taken + _number(group / "memory.stat", "inactive_file"))  # which the kernel drops
     return free
 
@@ -48,7 +48,7 @@ def forget_most() -> None:
     """What `resident_bytes` calls the most counts from now. Raises OSError where the kernel has no such thing."""
     with suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)  # what is kept for later would hide what is had again
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def lacks_memory(words: str) -> bool:
@@ -58,4 +58,6 @@ def lacks_memory(words: str) -> bool:
 
 def _number(path: Path, name: str) -> int:
     """Behind this name, in a file that has one a line. Raises StopIteration: there is none."""
-    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[:1] == [name])
+    return next(
+        int(line.split()[1]) for line in path.read_text(encoding="utf-8").splitlines() if line.split()[:1] == [name]
+    )

@@ -58,7 +58,7 @@ def _tell(local: int, what: dict[str, Any]) -> None:
     if local == 0:
         path = Path(os.environ[FILE])
         aside = path.with_name(f".{path.name}")
-        aside.write_text(json.dumps(what))
+        aside.write_text(json.dumps(what), encoding="utf-8")
         aside.replace(path)
 
 

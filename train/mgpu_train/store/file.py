@@ -143,7 +143,7 @@ class FileStore:
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         disk.make_folder(self._root)
-        with (self._root / f"{ASIDE}lock").open("a") as handle:  # a name that is never listed
+        with (self._root / f"{ASIDE}lock").open("a", encoding="utf-8") as handle:  # a name that is never listed
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 

@@ -129,7 +129,10 @@ class Conductor:
         self._rows.append(row)
         path = Path(TRIALS)
         aside = path.with_name(f".{path.name}")
-        aside.write_text(TrialResults(purpose=self._trials.purpose, rows=tuple(self._rows)).model_dump_json(indent=1))
+        aside.write_text(
+            TrialResults(purpose=self._trials.purpose, rows=tuple(self._rows)).model_dump_json(indent=1),
+            encoding="utf-8",
+        )
         aside.replace(path)
         speed = {} if row.units_per_s is None else {f"{row.unit}{SPEED}": row.units_per_s}
         self._metrics.write("step", step=len(self._rows), steps=len(self._trials.tries), **speed)

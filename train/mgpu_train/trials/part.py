@@ -51,7 +51,7 @@ class Ranks:
         self._job, self._folder, self._metrics = job, folder, folder / "metrics"
         self._starved = procs.out_of_memory_kills()
         told = folder / "job.json"
-        told.write_text(job.model_dump_json(by_alias=True))
+        told.write_text(job.model_dump_json(by_alias=True), encoding="utf-8")
         count, parent = job.processes_per_node, os.getpid()
         self._processes: list[subprocess.Popen[bytes]] = []
         for local in range(count):
@@ -141,7 +141,9 @@ class Ranks:
         return self._folder / f"log-{local}"
 
     def _lines(self, local: int) -> list[str]:
-        return [line for line in self._log(local).read_text(errors="replace").splitlines() if line.strip()]
+        return [
+            line for line in self._log(local).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+        ]
 
     def _measured(self) -> dict[str, Any]:
         """What their metrics say of the steps that count: the last ones."""
@@ -164,6 +166,6 @@ class Ranks:
         """Of all ranks here; `first`: of the first of them."""
         for path in sorted(self._metrics.glob("rank-*.jsonl")):
             first = path.stem == f"rank-{self._job.node_rank * self._job.processes_per_node}"
-            for line in path.read_text().splitlines():
+            for line in path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError):  # torn, as it was killed
                     yield {**json.loads(line), "first": first}

@@ -46,7 +46,9 @@ def require_program() -> str:
     if path is None:
         raise InputError(f"there is no {PROGRAM} on PATH", "`aws.address: ssm` goes by AWS's own program.", _INSTALL)
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_VERSION_S)
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=_VERSION_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InputError(f"{path} does not say its version", str(error), _INSTALL) from error
     version = answer.stdout.strip()

@@ -21,7 +21,7 @@ def user_data(request: FleetRequest, user: str, host_key: HostKey, hard_cap_at: 
     Raises:
         InvalidRequest: the key that may log in is no OpenSSH public key line, or so long that EC2 refuses the script.
     """
-    disks = Path(__file__).with_name("disks.sh").read_text()
+    disks = Path(__file__).with_name("disks.sh").read_text(encoding="utf-8")
     text = start_script(request.model_copy(update={"ends_by": hard_cap_at}), user, host_key=host_key, more=disks)
     if len(text.encode()) > MAX_BYTES:
         raise InvalidRequest(

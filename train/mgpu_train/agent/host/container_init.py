@@ -27,7 +27,7 @@ def _parent(pid: int) -> int:
     """The parent of a process; -1 when it is gone or has ended."""
     try:
         # the second field is the program's name in brackets and may hold anything: read behind its last bracket
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return -1
     return -1 if fields[0] in "ZX" else int(fields[1])

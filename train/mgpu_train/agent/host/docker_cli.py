@@ -230,7 +230,7 @@ def _write_login(login: Login, path: Path) -> None:
     auth = base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
     key = _HUB_KEY if login.registry == _HUB else login.registry
     path.touch(0o600)
-    path.write_text(json.dumps({"auths": {key: {"auth": auth}}}))
+    path.write_text(json.dumps({"auths": {key: {"auth": auth}}}), encoding="utf-8")
 
 
 @contextmanager

@@ -132,14 +132,14 @@ def find(seconds: float, base: Path, *, torch: bool) -> Any:
 def write_program(line: str) -> None:
     """Puts the program `python` beside the package: a shell's one line."""
     program = LIBRARY / f".python.{os.getpid()}"
-    program.write_text(f"#!/bin/sh\n{line}\n")
+    program.write_bytes(os.fsencode(f"#!/bin/sh\n{line}\n"))
     program.chmod(0o700)
     program.replace(LIBRARY / "python")
 
 
 def environment(base: Path, until: float) -> Any:
     """The interpreter of an environment that has the list's packages, and whether it was made just now."""
-    text = LIST.read_text()
+    text = LIST.read_text(encoding="utf-8")
     folder = base / hashlib.sha256("\0".join((text, sys.version, sys.prefix)).encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
     with locked(folder.with_suffix(".lock"), until):
@@ -163,7 +163,7 @@ def make(folder: Path) -> None:
     sites = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and Path(path).is_dir()]
     for site in (folder / "lib").glob("python*/site-packages"):
         lines = (f"import site; site.addsitedir({path!r})\n" for path in sites)
-        (site / "_machine_packages.pth").write_text("".join(lines))
+        (site / "_machine_packages.pth").write_bytes(os.fsencode("".join(lines)))
 
 
 def install(python: Path, until: float) -> None:
@@ -210,7 +210,7 @@ def claim(home: Path, mine: Claim, until: float) -> None:
                 raise _used(other.name, _claim(home), "trains there")
             time.sleep(_LOOK_S)
         aside = home / _CLAIM.with_name(f".{_CLAIM.name}.{os.getpid()}")
-        aside.write_text(json.dumps(mine._asdict()) + "\n")
+        aside.write_text(json.dumps(mine._asdict()) + "\n", encoding="utf-8")
         aside.replace(home / _CLAIM)
 
 
@@ -231,7 +231,7 @@ def claimed(home: Path, run: str, until: float, slots: Any = ()) -> Iterator[int
 
 def _claim(home: Path) -> Claim:
     try:
-        return Claim(**json.loads((home / _CLAIM).read_text()))
+        return Claim(**json.loads((home / _CLAIM).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):  # nobody's; or torn, by a machine that went down
         return Claim()
 
@@ -252,7 +252,7 @@ def collide(some: Any, others: Any) -> bool:
 def _slots(folder: Path) -> Any:
     """Of the node, that a run has, by its job."""
     try:
-        return (json.loads((folder / "job.json").read_text()).get("share") or {})["slots"]
+        return (json.loads((folder / "job.json").read_text(encoding="utf-8")).get("share") or {})["slots"]
     except (OSError, ValueError, LookupError, AttributeError):  # all of it
         return ()
 
@@ -274,7 +274,7 @@ def _held(path: Path) -> bool:
 def _ending(folder: Path) -> bool:
     """True for an agent whose status is final: its process ends next."""
     try:
-        return json.loads((folder / "status.json").read_text())["phase"] in ("done", "failed")
+        return json.loads((folder / "status.json").read_text(encoding="utf-8"))["phase"] in ("done", "failed")
     except (OSError, ValueError, KeyError):
         return False
 

@@ -118,7 +118,7 @@ def _leave(target: str, rank: int, exit_code: int) -> None:
     if not target:
         return
     try:
-        with open(target, "w") as file:  # noqa: PTH123
+        with open(target, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump({"rank": rank, "exit_code": exit_code}, file)
     except OSError as error:  # a full disk: what was printed has to do
         print(f"torchrun: {target} cannot be written: {error}", file=sys.stderr)  # noqa: T201

@@ -120,7 +120,11 @@ def _torch() -> dict[str, object]:
     try:
         torch = importlib.metadata.version("torch")
         found = importlib.util.find_spec("torch")
-        built = _CUDA.search(Path(found.origin).with_name("version.py").read_text()) if found and found.origin else None
+        built = (
+            _CUDA.search(Path(found.origin).with_name("version.py").read_text(encoding="utf-8"))
+            if found and found.origin
+            else None
+        )
     except (importlib.metadata.PackageNotFoundError, OSError):
         return {}
     return {"torch": torch, "cuda": built[1] if built else None}
@@ -150,7 +154,7 @@ def output(command: list[str], seconds: float) -> str:
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace"
         )
     except FileNotFoundError:
         raise NoAnswer(f"there is no program {command[0]}") from None

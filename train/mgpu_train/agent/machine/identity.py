@@ -36,7 +36,7 @@ def write(layout: RunLayout, attempt: int) -> None:
     """This process is the agent of the attempt. Raises OSError."""
     path = Path(layout.agent)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(asdict(Identity(attempt, procs.me()))) + "\n")
+    aside.write_text(json.dumps(asdict(Identity(attempt, procs.me()))) + "\n", encoding="utf-8")
     aside.replace(path)
 
 

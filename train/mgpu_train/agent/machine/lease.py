@@ -31,7 +31,7 @@ class Lease:
         if self._path is None or (self._renewed is not None and now - self._renewed < self._renew_s):
             return False
         aside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        aside.write_text(f"{int(now + self._lease_s)}\n")
+        aside.write_text(f"{int(now + self._lease_s)}\n", encoding="utf-8")
         aside.replace(self._path)
         self._renewed = now
         return True
@@ -39,6 +39,6 @@ class Lease:
     def left_s(self) -> float | None:
         """Seconds until the lease that stands ends the machine; None: there is none, or it cannot be read."""
         try:
-            return int(self._path.read_text()) - self._uptime() if self._path else None
+            return int(self._path.read_text(encoding="utf-8")) - self._uptime() if self._path else None
         except (OSError, ValueError):
             return None if self._renewed is None else self._renewed + self._lease_s - self._uptime()

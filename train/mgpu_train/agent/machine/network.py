@@ -111,7 +111,7 @@ def has_infiniband(infiniband: Path = _INFINIBAND) -> bool:
 
 def _says(path: Path, text: str) -> bool:
     try:
-        return path.read_text().strip() == text
+        return path.read_text(encoding="utf-8").strip() == text
     except OSError:
         return False
 
@@ -142,5 +142,5 @@ def _address_of(probe: socket.socket, name: str) -> str | None:
 
 
 def _sixes_of(name: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    lines = (line.split() for line in _IF_INET6.read_text().splitlines())
+    lines = (line.split() for line in _IF_INET6.read_text(encoding="utf-8").splitlines())
     return {ipaddress.IPv6Address(int(fields[0], 16)) for fields in lines if fields[-1] == name}

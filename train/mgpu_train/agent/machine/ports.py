@@ -36,7 +36,7 @@ def free(count: int) -> list[int]:
 
 def _candidates() -> list[int]:
     try:
-        first, last = map(int, EPHEMERAL.read_text().split())
+        first, last = map(int, EPHEMERAL.read_text(encoding="utf-8").split())
     except (OSError, ValueError):
         return []
     fixed = [port for port in range(LOWEST, 1 << 16) if not first <= port <= last]

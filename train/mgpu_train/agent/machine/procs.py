@@ -59,23 +59,25 @@ class Process:
 
 def boot_id() -> str:
     """This boot of the machine; a pid of another boot says nothing."""
-    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def uptime_s() -> float:
     """Seconds since boot: a clock that nobody can set."""
-    return float((_PROC / "uptime").read_text().split()[0])
+    return float((_PROC / "uptime").read_text(encoding="utf-8").split()[0])
 
 
 def out_of_memory_kills() -> int:
     """How many processes the kernel has killed because memory was short: of this container or session where cgroups
     count them (v2: whatever the limit was), else of all this machine since boot; 0 where nobody says."""
     try:
-        path = next(line for line in (_PROC / "self/cgroup").read_text().splitlines() if line.startswith("0::/"))
-        lines = (_CGROUPS / path.removeprefix("0::/") / "memory.events").read_text().splitlines()
+        path = next(
+            line for line in (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines() if line.startswith("0::/")
+        )
+        lines = (_CGROUPS / path.removeprefix("0::/") / "memory.events").read_text(encoding="utf-8").splitlines()
     except (OSError, StopIteration):
         try:
-            lines = (_PROC / "vmstat").read_text().splitlines()
+            lines = (_PROC / "vmstat").read_text(encoding="utf-8").splitlines()
         except OSError:
             return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
@@ -98,7 +100,7 @@ def cores(slots: tuple[int, ...], of: int) -> set[int]:
 def catches(pid: int, signum: int) -> bool:
     """True where the process has a handler of its own for a signal: it does not end by it."""
     try:
-        lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+        lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
@@ -215,7 +217,7 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
     """State, parent and start time of a process."""
     try:
         # the second field is the program's name in brackets and may hold anything: read behind its last bracket
-        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return (fields[0], int(fields[1]), int(fields[19])) if len(fields) > 19 else None

@@ -38,7 +38,9 @@ def make_folders(attempt: Attempt) -> None:
     try:
         for folder in (layout.work, layout.checkpoints, layout.metrics, layout.stacks(job.attempt)):
             Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(layout.attempt_job(job.attempt)).write_text(job.model_dump_json(indent=1, by_alias=True) + "\n")
+        Path(layout.attempt_job(job.attempt)).write_text(
+            job.model_dump_json(indent=1, by_alias=True) + "\n", encoding="utf-8"
+        )
     except OSError as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"the run's folder cannot be written: {error}") from error
 

@@ -136,7 +136,7 @@ def _list(attempt: Attempt, kept: Kept) -> None:
     )
     path = Path(attempt.layout.outputs_list)
     aside = path.with_name(f".{path.name}")
-    aside.write_text(told.model_dump_json())
+    aside.write_text(told.model_dump_json(), encoding="utf-8")
     aside.replace(path)
 
 

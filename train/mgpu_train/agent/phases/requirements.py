@@ -86,7 +86,7 @@ def _make(folder: Path) -> None:
         for site in (folder / "lib").glob("python*/site-packages"):
             # addsitedir, and not the plain path: it also obeys the .pth files in there
             lines = (f"import site; site.addsitedir({path!r})\n" for path in _parent_sites())
-            (site / "_agent_packages.pth").write_text("".join(lines))
+            (site / "_agent_packages.pth").write_bytes(os.fsencode("".join(lines)))
     except (OSError, subprocess.SubprocessError) as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"no environment for the requirements: {error}") from error
 

@@ -75,7 +75,7 @@ def write(path: Path, status: AgentStatus) -> None:
         OSError: it could not be written; the old one stands.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(status.model_dump_json(indent=1) + "\n")
+    aside.write_text(status.model_dump_json(indent=1) + "\n", encoding="utf-8")
     aside.replace(path)
 
 

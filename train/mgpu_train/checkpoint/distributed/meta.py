@@ -57,7 +57,7 @@ def validated(folder: Path) -> bool:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        saved = json.loads((folder / "meta.json").read_text())
+        saved = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # DCP itself does not need it
         return {}
     return saved if isinstance(saved, dict) else {}
