@@ -31,14 +31,15 @@ _LAST = 1 << 10  # bytes to find it in
 def exec(run: str, command: tuple[str, ...], stack: str | None, node: int | None) -> int:  # noqa: A001
     """Run COMMAND on all nodes of RUN at once, in its work folder: `mgpu exec RUN -- nvidia-smi -L`.
 
-    One argument is a line of shell ("df -h | tail -1"); several arrive as they are. The exit code is that of the
-    first node on which it is not 0. One node's output is passed on byte for byte, and it gets this standard input.
+    One argument is a line for the login shell ("df -h | tail -1"); several arrive as they are. The exit code is that
+    of the first node on which it is not 0. One node's output is passed on byte for byte, and it gets this standard
+    input.
     """
     if not command:
         raise InputError("exec: COMMAND is missing", "", "Write it behind `--`: `mgpu exec RUN -- nvidia-smi -L`.")
     route = wiring.ssh_route_to(run, stack)
     ranks = route.ranks if node is None else (route.one(node),)
-    script = f"( {route.script(command)}\n); code=$?; [ $code -ne {NO_CONNECTION} ] || echo '{_OWN}' >&2; exit $code"
+    script = route.script(command, f"[ $code -ne {NO_CONNECTION} ] || echo '{_OWN}' >&2; exit $code")
     argvs = {rank: [*route.argv(rank, "-oBatchMode=yes"), script] for rank in ranks}
     ended = _at_once(argvs) if len(argvs) > 1 else {ranks[0]: _alone(argvs[ranks[0]])}
     unreached = [rank for rank, (code, own) in ended.items() if code == NO_CONNECTION and not own]

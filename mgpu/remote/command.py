@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from mgpu.errors import CommandFailed
 from mgpu.remote.connection import FOREIGN, Connection
 from mgpu.remote.library import paramiko
-from mgpu.remote.targets import Result, check_arguments
+from mgpu.remote.targets import Result, check_arguments, login_line
 
 PIECE = 32_768  # what SSH servers take in one packet
 _FULL_S = 0.02  # the server's window is full: when to look again
@@ -35,7 +35,7 @@ def run_command(
     doing = f"no end of `{abridged(argv)}`"
     with connection.translated(doing), closing(connection.open_session(timeout)) as channel:
         with deadline(connection, channel, timeout, doing):
-            channel.exec_command(shlex.join(argv))
+            channel.exec_command(login_line(argv))
             exchange = _Exchange(channel, stdin, max_output)
             exchange.pump()
             channel.status_event.wait()

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MODULE = ("{python}", "-P", "-m")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# what csh (a line break, "!") and fish (a backslash) read inside quotes otherwise than a POSIX shell
+_DIFFERS = re.compile(r"[\\!\n]")
+_QUOTED = re.compile(r"""[\\!\n'"$`]""")
 # the host key algorithms that may prove a pinned key of each type; also the list of accepted types
 ALGORITHMS = {
     "ssh-ed25519": ("ssh-ed25519",),
@@ -181,6 +185,16 @@ def check_path(path: str) -> str:
             "Paths are UTF-8 on one line, without control characters, and do not begin with `-`.",
         )
     return path
+
+
+def login_line(argv: Sequence[str]) -> str:
+    """The argument list as one line, for whatever shell the user logs in with: bash, zsh, csh, fish, ... What shells
+    differ in is sent in octal, for `sh` to read."""
+    line = shlex.join(argv)
+    if not _DIFFERS.search(line):
+        return line
+    octal = _QUOTED.sub(lambda found: f"\\0{ord(found[0]):03o}", line)
+    return f"""sh -c 'eval "exec $(printf %b "{octal}")"'"""
 
 
 def check_arguments(argv: Sequence[str]) -> None:

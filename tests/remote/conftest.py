@@ -151,7 +151,13 @@ def closed_port() -> int:
 
 
 @pytest.fixture
-def sshd(tmp_path, keys, require) -> Iterator[Server]:
+def login_shell() -> str:
+    """The program that `sshd` hands lines to; "": that of this user."""
+    return ""
+
+
+@pytest.fixture
+def sshd(tmp_path, keys, require, login_shell) -> Iterator[Server]:
     """OpenSSH's server, run by this user for this user, with a configuration of its own."""
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
     require("sshd", program is not None, "OpenSSH's server is not installed")
@@ -168,7 +174,7 @@ def sshd(tmp_path, keys, require) -> Iterator[Server]:
         f"ListenAddress 127.0.0.1\nPort {port}\n"
         f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\n"
         f"PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n"
-        f"{become_root}"
+        f"{become_root}" + (f'ForceCommand {login_shell} -c "$SSH_ORIGINAL_COMMAND"\n' if login_shell else "")
     )
     stderr = folder / "stderr"
     process = subprocess.Popen([str(program), "-D", "-e", "-f", config], stderr=stderr.open("wb"))

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from fakes import strange_shell
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch
@@ -47,6 +48,17 @@ def test_files_and_sync(at_sshd, tmp_path):
     assert at_sshd.read_from(path, 2_999_990, 100) == b"y" * 10
     with pytest.raises(FileNotFoundError):
         at_sshd.read(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("login_shell", [" ".join(strange_shell.PROGRAM)], ids=["strange"])
+def test_a_user_whose_login_shell_is_no_posix_shell(at_sshd, tmp_path):
+    script = "for each; do\n printf '%s|' \"$each\"; done; exit 3  # wow!"
+    done = at_sshd.run(["sh", "-c", script, "sh", "a\\\\b", "c!\n"], timeout=20, check=False)
+    assert (done.status, done.stdout) == (3, b"a\\\\b|c!\n|"), done.stderr
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "a").write_text("here")
+    assert at_sshd.sync(tmp_path / "project", str(tmp_path / "work"), python=sys.executable).sent == 1
+    assert (tmp_path / "work" / "a").read_text() == "here"
 
 
 def test_another_host_key(sshd, new_server, keys, timeouts):

@@ -15,6 +15,7 @@ from mgpu.context import Context
 from mgpu.errors import InputError
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.sshconfig import ssh_config
+from mgpu.remote.targets import login_line
 from mgpu.run.fleet.stack import open_stack
 from mgpu.run.job.stack_output import targets
 from mgpu.run.record import files
@@ -48,10 +49,12 @@ class SshRoute:
             )
         return [client, "-F", str(self.config), *options, f"{self.alias}-{rank}"]
 
-    def script(self, command: Sequence[str]) -> str:
-        """What the login shell is given: one argument is a line of shell, of several each arrives as it is."""
-        line = command[0] if len(command) == 1 else shlex.join(command)
-        return f"cd {shlex.quote(self.work)} 2>/dev/null; {line}" if self.work else line
+    def script(self, command: Sequence[str], then: str) -> str:
+        """What the login shell is given: one argument is a line for it, of several each arrives as it is. `then`: what
+        `sh` does with its exit status, `$code`."""
+        begin = f"cd {shlex.quote(self.work)} 2>/dev/null; " if self.work else ""
+        run = '"${SHELL:-/bin/sh}" -c "$1"' if len(command) == 1 else '"$@"'
+        return login_line(["sh", "-c", f"{begin}( {run} ); code=$?; {then}", "sh", *command])
 
 
 def to_run(record: Record) -> SshRoute:

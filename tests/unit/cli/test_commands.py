@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import click
 import pytest
+from fakes import strange_shell
 from mgpu_train.agent.status.status import Phase
 
 from mgpu.cli import cli
@@ -521,11 +522,12 @@ def test_exec_says_which_nodes_no_client_could_reach(mgpu, running, world, monke
     assert "node 1: no connection" in done.err
 
 
-@pytest.fixture
-def at_home(monkeypatch, tmp_path):
-    """An ssh that runs the command here."""
+@pytest.fixture(params=["/bin/sh", " ".join(strange_shell.PROGRAM)], ids=["sh", "strange"])
+def at_home(request, monkeypatch, tmp_path):
+    """An ssh that runs the command here, by a login shell; lines for that one are /bin/sh's."""
     client = tmp_path / "ssh"
-    client.write_text('#!/bin/sh\nfor last; do :; done\nexec /bin/sh -c "$last"\n')
+    client.write_text(f'#!/bin/sh\nfor last; do :; done\nexec {request.param} -c "$last"\n')
+    monkeypatch.setenv("SHELL", "/bin/sh")
     client.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _name: str(client))
 
@@ -535,6 +537,14 @@ def test_exec_tells_a_programs_own_255_from_no_connection(mgpu, running, at_home
     done = mgpu("exec", *node, "--", "echo told >&2; exit 255 # (")
     assert done.code == 255
     assert "no connection" not in done.err
+
+
+def test_exec_hands_on_words_as_they_are_and_one_as_a_line(mgpu, running, at_home, tmp_path):
+    words, said = ["a\\b!", "two\nlines", "$x"], tmp_path / "said"
+    assert mgpu("exec", "--node", "1", "--", "sh", "-c", 'printf "%s|" "$@" > "$0"', str(said), *words).code == 0
+    assert said.read_text() == "a\\b!|two\nlines|$x|"
+    assert mgpu("exec", "--node", "1", "--", f"x='a!'; echo \"$x\" > {said}").code == 0
+    assert said.read_text() == "a!\n"
 
 
 def test_exec_ends_when_the_reader_of_what_it_prints_has_left(mgpu, running, at_home, monkeypatch):
