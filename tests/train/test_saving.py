@@ -542,7 +542,7 @@ def test_what_a_save_copies_has_room_in_the_memory_of_a_machine_or_is_refused(
 def test_memory_that_is_free_is_what_the_kernel_and_the_container_leave(monkeypatch):
     files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:     4 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
 
-    def read_text(path: Path) -> str:
+    def read_text(path: Path, **_: str) -> str:
         if str(path) not in files:
             raise FileNotFoundError(path)
         return files[str(path)]

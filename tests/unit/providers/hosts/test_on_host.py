@@ -166,7 +166,7 @@ def test_files_that_cannot_be_removed_are_told_and_hold_no_host(home: Path, monk
 
 
 def test_a_full_disk_keeps_nothing_alive_and_the_token_is_used_up(home: Path, monkeypatch):
-    def full(path: Path, _: str) -> None:
+    def full(path: Path, _: str, **__: str) -> None:
         path.touch()
         raise OSError(28, "No space left on device")
 
