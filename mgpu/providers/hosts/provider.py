@@ -36,7 +36,7 @@ from mgpu.providers.base import (
 from mgpu.providers.hosts import machines
 from mgpu.providers.hosts.machines import REGION, Answer
 from mgpu.providers.hosts.options import ENTRY, Host, HostsOptions
-from mgpu.providers.hosts.ssh import Client, script
+from mgpu.providers.hosts.ssh import Client, Mute, script
 
 _AT_ONCE = 32
 _PEERS = 16  # hosts, up to which each is asked whether it reaches all others
@@ -138,7 +138,8 @@ class HostsProvider(Provider):
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends all that the run has on these hosts, removes its folders and its key, and lets go of the lock. A host
-        that does not answer counts as gone after its hard cap.
+        that does not answer counts as gone after its hard cap; one that runs nothing of mgpu's any more is told once
+        after it, by an error, and then counts as given up.
 
         Raises:
             AuthError: one cannot be logged in to, before its hard cap.
@@ -148,14 +149,16 @@ class HostsProvider(Provider):
         wanted = handle.ids if nodes is None else nodes
         found = self._each_id(wanted, lambda host, name: self._client.ask(host, {**request, "names": [name]}))
         gone = [self._gone(each, answer) for each, answer in found]
-        for _, answer in found:  # after all have been asked, and looked at
-            if isinstance(answer, ProviderError) and not isinstance(answer, Transient):
-                raise answer
+        for (each, answer), over in zip(found, gone, strict=True):  # after all have been asked, and looked at
+            if not over and isinstance(answer, ProviderError) and not isinstance(answer, Transient):
+                raise _for_the_last_time(answer) if isinstance(answer, Mute) and _late(each) else answer
         return all(gone)
 
     def _gone(self, each: str, answer: dict[str, Any] | ProviderError) -> bool:
         note = _asked_to_end(each)
-        silent = isinstance(answer, Transient) and time.time() >= _parts(each)[2]
+        if isinstance(answer, Mute) and _given_up(each):
+            return True
+        silent = isinstance(answer, Transient) and _late(each)
         if isinstance(answer, ProviderError) and not silent:
             note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             note.touch()
@@ -298,6 +301,9 @@ def _described(rank: int, each: str, answer: dict[str, Any] | ProviderError | No
     if answer is None:
         return NodeState(rank=rank, id=each, phase=NodePhase.TERMINATED, reason="no host was taken for this rank")
     address, name, hard_cap_at = _parts(each)
+    if isinstance(answer, Mute) and _given_up(each):
+        given_up = f"{address} runs nothing of mgpu's any more: given up after its hard cap"
+        return NodeState(rank=rank, id=each, phase=NodePhase.TERMINATED, reason=given_up)
     if isinstance(answer, ProviderError):
         if not isinstance(answer, Transient) or (time.time() < hard_cap_at and not _asked_to_end(each).exists()):
             raise answer
@@ -363,6 +369,25 @@ def _digest(request: FleetRequest, offer: Offer) -> str:
 def _asked_to_end(each: str) -> Path:
     """Is there once a host was asked to end a run, and did not answer: a hint of this machine's, for `describe`."""
     return paths.state_dir() / "hosts" / hashlib.sha256(each.encode()).hexdigest()[:20]
+
+
+def _late(each: str) -> bool:
+    """Whether its hard cap is over."""
+    return time.time() >= _parts(each)[2]
+
+
+def _given_up(each: str) -> bool:
+    """Whether a user was told after the hard cap that nobody can say what runs there."""
+    try:
+        return _asked_to_end(each).stat().st_mtime >= _parts(each)[2]
+    except FileNotFoundError:
+        return False
+
+
+def _for_the_last_time(error: Mute) -> Mute:
+    why = "Its hard cap is over, but without a Python its own clock cannot end what ran there, and nobody can look."
+    cure = 'Look there by hand (docs/hosts.md, "how to clean up"). `mgpu down` once more takes it as given up.'
+    return Mute(error.what, f"{error.why}\n{why}".strip(), cure, scope="offer")
 
 
 @contextmanager

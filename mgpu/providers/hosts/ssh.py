@@ -31,8 +31,13 @@ _OPTIONS = {  # no question is asked, and no unknown host is trusted, whatever t
 _SHOWN = re.compile(r"Server host (?:key|certificate): \S+ (SHA256:[A-Za-z0-9+/]+)")
 _DEBUG = re.compile(r"^debug\d: .*\n?", re.MULTILINE)
 _UNKNOWN, _CHANGED = "Host key verification failed", "REMOTE HOST IDENTIFICATION HAS CHANGED"
+_BEGUN = "mgpu-hosts begins"  # what the host's program says first
 _ASK_S, _LOCAL_S = 90.0, 10.0
 _NO_SSH = ("there is no program ssh", "provider hosts reaches its hosts with it", "Install OpenSSH's client.")
+
+
+class Mute(InvalidRequest):
+    """A host that can be logged in to and runs nothing of mgpu's: it has no such Python, or its user no shell."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +53,24 @@ class Client:
         Raises:
             Transient: no answer.
             AuthError: the user cannot log in, or the host's key is not the known one.
-            InvalidRequest: it has no Python, or what it is asked for cannot be done there.
+            Mute: it runs nothing of mgpu's.
+            InvalidRequest: what it is asked for cannot be done there.
         """
-        program = script() + f"\nprint(); print(json.dumps(main(json.loads({json.dumps(dict(asked))!r}))))\n"
+        answer = f"print(json.dumps(main(json.loads({json.dumps(dict(asked))!r}))))"
+        program = script() + f"\nprint('\\n{_BEGUN}', flush=True)\n{answer}\n"
         options = {**_OPTIONS, **({"ControlPath": "none"} if meet else {"LogLevel": "ERROR"})}
         words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
         command = ["ssh", *(["-v"] if meet else []), *words, *self._to(host), f"'{host.python}' -I -S -"]
         done = self._run(command, program, _ASK_S)
-        said = _DEBUG.sub("", done.stderr).strip()
+        said, begun = _DEBUG.sub("", done.stderr).strip(), _BEGUN in done.stdout.splitlines()
         if done.returncode:
-            raise _trouble(host, done.returncode, said)
+            raise _trouble(host, done.returncode, said, begun=begun)
         try:
             answer = json.loads(done.stdout.splitlines()[-1])
         except (ValueError, IndexError) as error:
             what = f"host {host.address}: its answer cannot be read"
-            raise InvalidRequest(what, said or done.stdout[-200:], "Try `ssh` by hand.", scope="offer") from error
+            kind = InvalidRequest if begun else Mute
+            raise kind(what, said or done.stdout[-200:], "Try `ssh` by hand.", scope="offer") from error
         return {**answer, "node": self._node(host, answer, done.stderr)} if meet else answer
 
     def _node(self, host: Host, answer: Mapping[str, Any], said: str) -> dict[str, Any]:
@@ -164,7 +172,7 @@ def _fingerprint(key: str) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-def _trouble(host: Host, status: int, said: str) -> MgpuError:
+def _trouble(host: Host, status: int, said: str, *, begun: bool) -> MgpuError:
     """What ssh has said, as an error; each blocks this host alone."""
     last, by_hand = said.splitlines()[-1:] or ["no word"], f"`ssh {host.address}`"
     what = f"host {host.address}"
@@ -181,5 +189,6 @@ def _trouble(host: Host, status: int, said: str) -> MgpuError:
         return Transient(f"{what} does not answer", last[0], f"Look whether it is up: {by_hand}.", scope="offer")
     if status in (126, 127):
         cure = "Install Python 3, or name another one: `hosts: {python: /path/to/python}`."
-        return InvalidRequest(f"{what} has no {host.python}", last[0], cure, scope="offer")
-    return InvalidRequest(f"{what} cannot do what it was asked for", last[0], f"Look there: {by_hand}.", scope="offer")
+        return Mute(f"{what} has no {host.python}", last[0], cure, scope="offer")
+    kind = InvalidRequest if begun else Mute
+    return kind(f"{what} cannot do what it was asked for", last[0], f"Look there: {by_hand}.", scope="offer")

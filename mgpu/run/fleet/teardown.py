@@ -11,7 +11,7 @@ from mgpu.errors import InputError, MgpuError, ProviderError, StackError, Teardo
 from mgpu.events import Emit, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.types import generations
-from mgpu.providers.base import Handle, NodePhase, Provider, listed
+from mgpu.providers.base import Handle, NodePhase, Provider, listed, listing
 
 Seller = Callable[[], Provider]
 
@@ -76,9 +76,11 @@ def give_back(
             "Run `mgpu gc --yes`, and look at the provider's own console.",
         )
     if failure is not None:
+        unasked = list(_unasked(sellers, owner))
+        gone = "some machines cannot be asked, and" if unasked else "the machines are gone, but"
         raise TeardownIncomplete(
-            f"stack {stack.name}: the machines are gone, but Pulumi could not empty the stack",
-            str(failure),
+            f"stack {stack.name}: {gone} Pulumi could not empty the stack",
+            "\n".join(dict.fromkeys([str(failure), *unasked])),
             f"Run `mgpu down --stack {stack.name}` once the cause is mended.",
         ) from failure
     if remove:
@@ -93,6 +95,15 @@ def _swept(
     for handle in left:
         acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
     return _owned(provider, owner, names, regions) if left else left  # all regions: not asked twice for nothing
+
+
+def _unasked(sellers: Sequence[Seller], owner: str) -> Iterator[str]:
+    """What of the sellers cannot say whether the owner has something there."""
+    for seller in sellers:
+        try:
+            yield from map(str, listing(seller(), owner).failures)
+        except (ProviderError, InputError) as error:
+            yield str(error)
 
 
 def _asked_in(owner: str, names: set[str]) -> Iterator[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
 from mgpu.errors import AuthError, InvalidRequest, ProviderError, Transient
 from mgpu.providers.base import Handle, NodePhase
+from mgpu.providers.hosts import provider as module
 from mgpu.providers.hosts.provider import REGION, HostsProvider
-from mgpu.providers.hosts.ssh import Client
+from mgpu.providers.hosts.ssh import Client, Mute
 
 
 def failing(monkeypatch, kind: type[ProviderError], cap_in_s: float) -> tuple[HostsProvider, Handle]:
@@ -37,3 +39,22 @@ def test_an_answer_that_failed_is_no_end_also_not_after_the_hard_cap(monkeypatch
     for ask in (provider.destroy, provider.describe):
         with pytest.raises(InvalidRequest):
             ask(handle)
+
+
+def test_a_host_without_its_python_is_told_once_after_the_hard_cap_and_then_given_up(monkeypatch, xdg):
+    provider, handle = failing(monkeypatch, Mute, 3600)
+    for _ in range(2):  # as long as its clock may still end it
+        with pytest.raises(Mute):
+            provider.destroy(handle)
+    monkeypatch.setattr(module.time, "time", lambda at=time.time: at() + 3601)
+    os.utime(module._asked_to_end(handle.ids[0]), (1, 1))
+    with pytest.raises(Mute, match="gpu1") as caught:
+        provider.describe(handle)
+    with pytest.raises(Mute, match="gpu1") as caught:
+        provider.destroy(handle)
+    assert "by hand" in caught.value.next_step
+    os.utime(module._asked_to_end(handle.ids[0]), (module.time.time(),) * 2)  # the clock of files goes on by itself
+    assert provider.destroy(handle)
+    (node,) = provider.describe(handle).nodes
+    assert (node.phase, "given up" in node.reason) == (NodePhase.TERMINATED, True)
+    assert provider.destroy(handle), "for good"

@@ -58,6 +58,22 @@ def test_each_way_to_fail_has_its_error_and_cure(status, stderr, kind, told, cur
     assert caught.value.scope == "offer", "other hosts are not ruled out"
 
 
+@pytest.mark.parametrize(
+    ("status", "stdout", "kind"),
+    [
+        (127, "", ssh.Mute),
+        (1, "This account is currently not available.\n", ssh.Mute),
+        (0, "Please change your password\n", ssh.Mute),
+        (1, f"Welcome!\n\n{ssh._BEGUN}\n", InvalidRequest),
+        (0, f"\n{ssh._BEGUN}\n", InvalidRequest),
+    ],
+)
+def test_a_host_that_runs_nothing_is_told_from_one_that_has_failed(status, stdout, kind):
+    with pytest.raises(InvalidRequest) as caught:
+        Said(status, "a word", stdout).ask(GPU, {"verb": "end"})
+    assert type(caught.value) is kind
+
+
 def test_what_a_login_shell_prints_is_passed_over_and_nothing_is_asked_of_a_person():
     client: Any = Said(stdout='Welcome!\n\n{"held": null}\n')
     assert client.ask(GPU, {"verb": "look"}) == {"held": None}

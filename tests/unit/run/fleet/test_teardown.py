@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mgpu import paths
-from mgpu.errors import AuthError, MgpuError, PermissionDenied, StackError, TeardownIncomplete, Transient
+from mgpu.errors import (
+    AuthError,
+    InvalidRequest,
+    MgpuError,
+    PermissionDenied,
+    StackError,
+    TeardownIncomplete,
+    Transient,
+)
 from mgpu.events import Warned
 from mgpu.iac.types import generations
 from mgpu.providers.base import Listing, NodePhase
@@ -97,6 +105,16 @@ def test_when_pulumi_fails_the_machines_go_all_the_same_and_the_stack_is_told(wo
     assert world.cloud.billed == {"mine-dev-0"}
     assert "remove run-1" not in world.calls, "its state is still needed"
     assert any("the state is locked" in event.text for event in world.of(Warned))
+
+
+def test_where_a_machine_cannot_be_asked_nobody_says_that_all_are_gone(world, stack):
+    world.hooks["destroy"] = StackError("it refused")
+    listed, mute = world.cloud.list_owned, InvalidRequest("host gpu1 has no python3")
+    world.cloud.list_reached = lambda owner: Listing(handles=listed(owner), failures=(mute,))
+    with pytest.raises(TeardownIncomplete, match="cannot be asked") as caught:
+        back(world, stack)
+    assert "are gone" not in caught.value.what
+    assert "host gpu1 has no python3" in caught.value.why
 
 
 @pytest.mark.parametrize("known", ["", "by the caller", "by the journal"])
