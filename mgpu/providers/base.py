@@ -108,7 +108,9 @@ class Listing(Value):
     handles: tuple[Handle, ...]
     failures: tuple[MgpuError, ...] = Field(default=(), description="of those that could not be asked what they have")
     closed: dict[str, MgpuError] = Field(
-        default={}, description="region -> why nobody may look there: an account's organization forbids it"
+        default={},
+        description="region -> why it cannot be looked there: an account's organization forbids it, or the "
+        "region does not take credentials that others take",
     )
 
 
@@ -438,8 +440,9 @@ class Recalls(Protocol):
 @runtime_checkable
 class ListsReached(Protocol):
     """A provider whose `list_owned` leaves something out, and that says what: machines that are asked one by one what
-    they carry, do not answer, and are not billed; regions that an account's organization has closed. Whoever knows that
-    something may be in such a region has to take it for one that did not answer (`listed`)."""
+    they carry, do not answer, and are not billed; regions that an account's organization has closed, or that do not
+    take credentials yet. Whoever knows that something may be in such a region has to take it for one that did not
+    answer (`listed`)."""
 
     def list_reached(self, owner: str) -> Listing:
         """What `list_owned` lists, and what it leaves out. Raises ProviderError."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from mgpu.errors import InputError, MgpuError, NoOffer
+from mgpu.errors import AuthError, InputError, MgpuError, NoOffer
 from mgpu.plan.model import Requirements
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.ingress_rules import SSH, rules
@@ -167,9 +167,18 @@ def _reservation(account: Account, options: Options, requirements: Requirements 
 
 def _listing(account: Account) -> Finding:
     """Of what each run's end and `mgpu gc` list; here of nobody."""
-    closed = sorted(teardown.list_owned(account, "nobody").closed)
-    beside = f", but where your organization forbids it: {', '.join(closed)}" if closed else ""
-    return _ok("listing", f"machines, addresses and disks, in all regions{beside}")
+    closed = teardown.list_owned(account, "nobody").closed
+    refused = sorted(region for region, error in closed.items() if isinstance(error, AuthError))
+    forbidden = ", ".join(sorted(closed.keys() - {*refused}))
+    beside = f", but where your organization forbids it: {forbidden}" if forbidden else ""
+    detail = f"machines, addresses and disks, in all regions{beside}"
+    if not refused:
+        return _ok("listing", detail)
+    cure = (
+        "A region that was enabled a moment ago takes them in some minutes; those of a session have to be made for all "
+        "regions (`sts_regional_endpoints = regional`)."
+    )
+    return _warning("listing", f"{detail}; not these, which do not take the credentials: {', '.join(refused)}", cure)
 
 
 # --- one region -------------------------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ _AUTH = EXPIRED | {
     "SignatureDoesNotMatch",
     "UnrecognizedClientException",
 }
+# by which a region refuses credentials that others take
+_NOT_VALID_THERE = frozenset({"AuthFailure", "InvalidClientTokenId", "OptInRequired", "UnrecognizedClientException"})
 _PERMISSION = frozenset(
     {
         "AccessDenied",
@@ -116,6 +118,12 @@ def code_of(error: Exception) -> str:
 def of_organization(error: PermissionDenied) -> bool:
     """Whether it is the account's organization that forbids it, to everybody in the account."""
     return _ORGANIZATION in error.why
+
+
+def of_region(error: AuthError) -> bool:
+    """Whether a region may refuse credentials so that are good elsewhere: for some minutes after it was enabled or
+    disabled, and always those of a session that STS's global endpoint has begun for regions of old alone."""
+    return error.why.partition(":")[0] in _NOT_VALID_THERE
 
 
 def unless(codes: Collection[str], call: Callable[..., Any], **arguments: Any) -> Any:

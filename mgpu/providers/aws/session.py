@@ -96,10 +96,18 @@ class Account:
 
     def regions(self) -> tuple[str, ...]:
         """All regions that are enabled for this account, in alphabetical order."""
+        return tuple(sorted(self._enabled()))
+
+    def opted_in(self) -> frozenset[str]:
+        """Of these the ones that somebody has enabled: the others always were. As it was up to a minute ago."""
+        found = self.once("opted in", self._enabled)
+        return frozenset(region for region, status in found.items() if status == "opted-in")
+
+    def _enabled(self) -> dict[str, str]:
         home = self.home_region
         with calling("listing the regions", home, scope="provider"):
             answer = self.client("ec2", home).describe_regions()
-        return tuple(sorted(region["RegionName"] for region in answer["Regions"]))
+        return {region["RegionName"]: region.get("OptInStatus", "") for region in answer["Regions"]}
 
     def require_regions(self, asked: Sequence[str]) -> tuple[str, ...]:
         """These regions; none: all that are enabled. Raises InputError: one that there is not."""

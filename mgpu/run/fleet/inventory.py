@@ -69,9 +69,10 @@ class Survey:
         """Says who of `former` could not be asked, and which regions are `closed`."""
         for name, error in self.former.items():
             emit(Warned(f"{name}, where a stack's fleet was before, cannot be asked: {error.what}"))
-        for name in sorted({provider for provider, _ in self.closed}):
-            regions = sorted(region for provider, region in self.closed if provider == name)
-            why = self.closed[name, regions[0]].what
+        for name, kind in sorted({(at, type(error)) for (at, _), error in self.closed.items()}, key=str):
+            closed = {at: error for at, error in self.closed.items() if (at[0], type(error)) == (name, kind)}
+            regions = sorted(region for _, region in closed)
+            why = closed[name, regions[0]].what
             emit(
                 Warned(f"it was not looked for machines in {', '.join(regions)}, where nothing is known of any: {why}")
             )

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mgpu.errors import PermissionDenied, RateLimited, Transient
+from mgpu.errors import AuthError, PermissionDenied, RateLimited, Transient
 from mgpu.providers.aws import names
-from mgpu.providers.aws.failures import calling, code_of, of_organization
+from mgpu.providers.aws.failures import calling, code_of, of_organization, of_region
 from mgpu.providers.aws.instances import listing, machines, reaper
 from mgpu.providers.aws.instances.listing import Shown, carries, id_of, is_absent, tag_filters, tags_of, unless_absent
 from mgpu.providers.aws.instances.machines import phase_of
@@ -65,7 +65,8 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
 def list_owned(account: Account, owner: str) -> Listing:
     """All that carries this owner's tag and costs money, in all regions that are enabled: machines, and the addresses
     and disks that no machine uses. One handle for each create; `ids` has the machines in rank order, then the rest.
-    `closed` are the regions whose machines the account's organization lets nobody see: nobody can rent there.
+    `closed` are the regions whose machines the account's organization lets nobody see, and those that were enabled by
+    hand and do not take these credentials, which others take: nobody can rent there, as things are.
 
     Raises:
         ProviderError: a region did not answer, or all are closed; nothing is told then, because it would not be all.
@@ -73,10 +74,10 @@ def list_owned(account: Account, owner: str) -> Listing:
     regions = _insist(account.regions)
     with ThreadPoolExecutor(max_workers=_REGIONS_AT_ONCE) as pool:
         found = list(pool.map(lambda region: _insist(lambda: _owned_in(account, region, owner)), regions))
-    closed = {region: each for region, each in zip(regions, found, strict=True) if isinstance(each, PermissionDenied)}
+    closed = {region: each for region, each in zip(regions, found, strict=True) if not isinstance(each, list)}
     if closed and len(closed) == len(regions):
         raise next(iter(closed.values()))
-    handles = (each for each in found if not isinstance(each, PermissionDenied))
+    handles = (each for each in found if isinstance(each, list))
     return Listing(handles=tuple(itertools.chain.from_iterable(handles)), closed=dict(closed))
 
 
@@ -221,13 +222,17 @@ def _insist(look: Callable[[], _T]) -> _T:
     return look()
 
 
-def _owned_in(account: Account, region: str, owner: str) -> list[Handle] | PermissionDenied:
-    """What the owner has there; or why the organization lets nobody look."""
+def _owned_in(account: Account, region: str, owner: str) -> list[Handle] | PermissionDenied | AuthError:
+    """What the owner has there; or why the region is closed."""
     marks = {names.OWNER: owner}
     try:
         resources = listing.tagged(account, region, marks, _LIVING)
     except PermissionDenied as error:
         if not of_organization(error):
+            raise
+        return error
+    except AuthError as error:
+        if not (of_region(error) and region in account.opted_in()):
             raise
         return error
     loose = listing.addresses(account, region, tag_filters(marks)) + listing.disks(account, region, tag_filters(marks))

@@ -1,4 +1,5 @@
-"""Regions that an account's organization denies: they hide nothing of the others, and are named."""
+"""Regions that an account's organization denies, or that do not take its credentials yet: they hide nothing of the
+others, and are named."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgpu.errors import PermissionDenied
+from mgpu.errors import AuthError, PermissionDenied
 from mgpu.providers.aws import check, failures, names
 from mgpu.providers.aws.instances import teardown
 
@@ -16,7 +17,11 @@ BY_POLICY = (
     "perform: ec2:{} with an explicit deny in a service control policy."
 )
 BY_NOBODY = "User: me is not authorized to perform: ec2:{} because no identity-based policy allows the action."
-ACCOUNT: Any = SimpleNamespace(regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"))
+ACCOUNT: Any = SimpleNamespace(
+    regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"), opted_in=lambda: frozenset({"eu-west-1"})
+)
+EXPIRED = "The provided token has expired"
+NOT_VALID = "AWS was not able to validate the provided access credentials"
 
 
 @pytest.fixture
@@ -26,7 +31,8 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str]:
 
     def answer(action: str, region: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if words := refused.get((action, region)):
-            raise failures.refusal("UnauthorizedOperation", words.format(action), f"aws {region}", scope="region")
+            code = {NOT_VALID: "AuthFailure", EXPIRED: "ExpiredToken"}.get(words, "UnauthorizedOperation")
+            raise failures.refusal(code, words.format(action), f"aws {region}", scope="region")
         return found
 
     def machine(region: str) -> dict[str, Any]:
@@ -69,4 +75,27 @@ def test_a_region_is_closed_only_where_nobody_sees_its_machines(ec2, action, wor
 def test_where_all_are_closed_nothing_is_concluded(ec2):
     ec2.update({("DescribeInstances", region): BY_POLICY for region in ACCOUNT.regions()})
     with pytest.raises(PermissionDenied):
+        teardown.list_owned(ACCOUNT, "o-1")
+
+
+def test_a_region_that_was_just_enabled_and_takes_no_credentials_yet_is_left_out_and_named(ec2):
+    ec2["DescribeInstances", "eu-west-1"] = NOT_VALID
+    found = teardown.list_owned(ACCOUNT, "o-1")
+    assert [handle.region for handle in found.handles] == ["ap-south-1", "us-east-1"]
+    assert [*map(type, found.closed.values())] == [AuthError]
+    told = check._listing(ACCOUNT)
+    assert (told.status, told.detail[-9:]) == ("warning", "eu-west-1")
+
+
+@pytest.mark.parametrize(
+    ("action", "region", "words"),
+    [
+        ("DescribeInstances", "us-east-1", NOT_VALID),  # enabled since ever: the credentials are bad
+        ("DescribeInstances", "eu-west-1", EXPIRED),
+        ("DescribeVolumes", "eu-west-1", NOT_VALID),  # who sees machines there may rent some
+    ],
+)
+def test_credentials_that_are_refused_otherwise_fail_the_whole_listing(ec2, action, region, words):
+    ec2[action, region] = words
+    with pytest.raises(AuthError):
         teardown.list_owned(ACCOUNT, "o-1")

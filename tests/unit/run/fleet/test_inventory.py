@@ -13,6 +13,7 @@ from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, PermissionDenied, Transient
+from mgpu.events import Warned
 from mgpu.iac import tokens
 from mgpu.iac.types import generations
 from mgpu.providers import registry
@@ -282,6 +283,17 @@ def test_a_region_that_an_organization_closes_matters_only_where_something_may_b
         assert "mine-lost" in done.stdout
         assert ("not looked for machines in east, west" in done.stderr) == (known == "nothing")
         assert "not looked for machines in east" in done.stderr
+
+
+def test_regions_that_are_closed_for_different_reasons_are_told_with_theirs():
+    denied, refused = PermissionDenied("the organization forbids it"), AuthError("the credentials are not taken")
+    told = list[Warned]()
+    inventory.Survey((), closed={("aws", "west"): denied, ("aws", "south"): refused, ("aws", "east"): denied}).warn(
+        told.append
+    )
+    south, rest = sorted(event.text.removeprefix("it was not looked for machines in ") for event in told)[::-1]
+    assert (south[:5], south[-29:]) == ("south", "the credentials are not taken")
+    assert (rest[:10], rest[-27:]) == ("east, west", "the organization forbids it")
 
 
 @pytest.mark.parametrize("broken", ["entry", "class"])
