@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import prose
 import torch
 from mgpu_train import parallel
 from mgpu_train.config import Job
@@ -115,7 +116,7 @@ def train(
         "validate_every": STEPS, "validate_batches": 2, "threads": 1, **settings,
     }  # fmt: skip
     if given["task"] == "lm" and "tokens" not in given:
-        given.setdefault("text", str(Path(__file__).parents[1] / "fakes"))
+        given.setdefault("text", str(out / "prose"))
     job = Job.model_validate({
         "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 8,
         "master_addr": "127.0.0.1", "master_port": 1, "train": given,
@@ -136,6 +137,7 @@ def main() -> None:
     out, name, count, settings, resume = sys.argv[1:]
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(Path(__file__).parent))
+    prose.written(Path(out) / "prose")
     scale.HIGHEST = 2.0**12  # what overflows fp16 at the first tries, and is skipped, depends on the processor
     given, ways = json.loads(settings), int(count)
     assert ranks(ways, lambda place: train(Path(out), name, resume or None, place, **given)) == [0] * ways

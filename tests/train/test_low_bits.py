@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prose
 import pytest
 import ranks
 import torch
@@ -34,10 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PROGRAM = Path(__file__).with_name("low_bits.py")
 LM: dict[str, Any] = {
-    "task": "lm", "seq_len": 16, "text": str(Path(__file__).parents[1] / "fakes"),
+    "task": "lm", "seq_len": 16,
     "model": {"layers": 2, "dim": 64, "heads": 2}, "steps": 8, "validate_every": 8,
 }  # fmt: skip
-EIGHT = {**LM, "optimizer": "adamw8bit"}
 UNEVEN = {"task": "low_bits:Uneven", "optimizer": "adamw8bit", "steps": 8, "validate_every": 8}
 QLORA = {"rank": 4, "quantize_base": "nf4"}
 META = {"format": "pt"}
@@ -67,15 +67,17 @@ def options(out: Path, lora: dict[str, Any], model: str = "wide") -> dict[str, A
 
 def stories(out: Path) -> dict[int, dict[str, dict[str, Any]]]:
     """By the number of ranks, those that are trained one after the other."""
+    lm = {**LM, "text": prose.written(out / "prose")}
+    eight = {**lm, "optimizer": "adamw8bit"}
     qlora = {"options": options(out, QLORA)}
     ratings = {"data": str(out / "ratings.npy"), "user": "0", "item": "1", "rating": "2"}
     learns = {"steps": 60, "validate_every": 60, "validate_batches": 8, "lr": 0.03}
     one: dict[str, Any] = {
-        "adamw": LM, "eight": EIGHT, "fp8": {**LM, "precision": "fp8", "activation_checkpointing": "selective"},
-        "bf16": {**LM, "precision": "bf16"},
-        "eight-on": {**EIGHT, "resume": "eight/checkpoints/step-3"},
-        "adamw-from-eight": {**LM, "resume": "eight/checkpoints/step-3"},
-        "eight-from-adamw": {**EIGHT, "resume": "adamw/checkpoints/step-3"},
+        "adamw": lm, "eight": eight, "fp8": {**lm, "precision": "fp8", "activation_checkpointing": "selective"},
+        "bf16": {**lm, "precision": "bf16"},
+        "eight-on": {**eight, "resume": "eight/checkpoints/step-3"},
+        "adamw-from-eight": {**lm, "resume": "eight/checkpoints/step-3"},
+        "eight-from-adamw": {**eight, "resume": "adamw/checkpoints/step-3"},
         "qlora": qlora, "qlora-bf16": {**qlora, "precision": "bf16"},
         "qlora-gpt2": {"options": options(out, QLORA, "gpt2")},
         "lora-gpt2": {"options": options(out, {"rank": 4}, "gpt2")},
@@ -84,21 +86,21 @@ def stories(out: Path) -> dict[int, dict[str, dict[str, Any]]]:
     }  # fmt: skip
     sharded = {"strategy": "fsdp", "micro_batch": 3}
     two: dict[str, Any] = {
-        "eight-ddp": {**EIGHT, "strategy": "ddp"},
-        "eight-fsdp": {**EIGHT, **sharded},
-        "eight-fsdp-on": {**EIGHT, **sharded, "resume": "eight-fsdp/checkpoints/step-3"},
+        "eight-ddp": {**eight, "strategy": "ddp"},
+        "eight-fsdp": {**eight, **sharded},
+        "eight-fsdp-on": {**eight, **sharded, "resume": "eight-fsdp/checkpoints/step-3"},
         "uneven": {**UNEVEN, **sharded},
         "uneven-on": {**UNEVEN, **sharded, "resume": "uneven/checkpoints/step-3"},
-        "eight-fsdp-from-one": {**EIGHT, **sharded, "resume": "eight/checkpoints/step-3"},
-        "fp8-fsdp": {**LM, **sharded, "precision": "fp8"},
-        "bf16-fsdp": {**LM, **sharded, "precision": "bf16"},
+        "eight-fsdp-from-one": {**eight, **sharded, "resume": "eight/checkpoints/step-3"},
+        "fp8-fsdp": {**lm, **sharded, "precision": "fp8"},
+        "bf16-fsdp": {**lm, **sharded, "precision": "bf16"},
         "qlora-ddp": {**qlora, "strategy": "ddp"},
         "qlora-fsdp": {**qlora, **sharded, "activation_checkpointing": "full"},
         "qlora-fsdp-on": {
             **qlora, **sharded, "activation_checkpointing": "full", "resume": "qlora-fsdp/checkpoints/step-3",
         },
     }  # fmt: skip
-    three = {"eight-3-from-fsdp": {**EIGHT, "strategy": "fsdp", "resume": "eight-fsdp/checkpoints/step-3"}}
+    three = {"eight-3-from-fsdp": {**eight, "strategy": "fsdp", "resume": "eight-fsdp/checkpoints/step-3"}}
     return {1: {name: {"strategy": "single", **story} for name, story in one.items()}, 2: two, 3: three}
 
 
