@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,9 @@ _VERSION_S = 20.0
 GRACE_S = 3.0  # between SIGTERM and SIGKILL for a build that is to end
 _SECRET = "MGPU_BUILD_SECRET_"  # noqa: S105  a name: what docker's own program reads must not be hidden from it
 CA_ID = "mgpu_ca"
+# Of what --metadata-file says. Not --iidfile: it has the configuration's alone, before
+# https://github.com/docker/buildx/pull/3952
+_DIGESTS = ("containerimage.config.digest", "containerimage.digest")
 
 
 def version(environ: Mapping[str, str]) -> str:
@@ -50,8 +54,9 @@ def build(
     emit: Emit,
     words: progress.Words,
     cancelled: threading.Event,
-) -> str:
-    """Builds from an archive of the context; the image's id.
+) -> tuple[str, ...]:
+    """Builds from an archive of the context; the digests of the image's configuration and manifest. By one of them the
+    engine knows it: by the second one where it leaves its images to containerd.
 
     Raises:
         ImageError: the failing step and its last lines, or the deadline.
@@ -59,9 +64,9 @@ def build(
     """
     stream = progress.BuildKit(emit, words)
     with _folder() as folder:
-        named = Path(folder) / "id"
+        named = Path(folder) / "digests"
         process = subprocess.Popen(
-            [*_command(recipe), f"--iidfile={named}", "-"],
+            [*_command(recipe), f"--metadata-file={named}", "-"],
             stdin=archive,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -89,7 +94,8 @@ def build(
         if status:
             error = stream.failure(status)
             raise failures.in_dockerfile(error.why) or error
-        return named.read_text().strip()
+        said = json.loads(named.read_text())
+        return tuple(said[name] for name in _DIGESTS if name in said)
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -72,9 +72,8 @@ class DockerEngine:
             if buildx.version(os.environ):
                 built = buildx.build(recipe, packed, os.environ, self._limits, emit, words, self._cancelled)
             else:
-                built = self._build(recipe, packed, emit, words)
-        self._check_platform(built, recipe.platform)
-        return built
+                built = (self._build(recipe, packed, emit, words),)
+        return self._checked(built, recipe.platform).id
 
     def tag(self, image: str, reference: str) -> None:
         """Gives an image a name. Raises ImageError."""
@@ -148,14 +147,16 @@ class DockerEngine:
             raise ImageError("the image could not be built", "The engine named no image at the end.", "Try again.")
         return stream.image
 
-    def _check_platform(self, image: str, wanted: str) -> None:
-        found = self.inspect(image)
+    def _checked(self, built: tuple[str, ...], wanted: str) -> Inspected:
+        """The image that has one of these ids."""
+        found = next(filter(None, map(self.inspect, built)), None)
         if found is None:
-            raise ImageError("the image was built, but the engine does not have it", image, "Try again.")
+            raise ImageError("the image was built, but the engine does not have it", " ".join(built), "Try again.")
         if found.platform != wanted:
             why = f"image.platform says {wanted}; a base image of that name is here for {found.platform}."
             cure = f"Name a base for {wanted}, or remove the other one: `docker image rm`."
             raise ImageError(f"the image was built for {found.platform}", why, cure)
+        return found
 
     def _in_time(self, said: Iterable[Any], seconds: float, what: str) -> Iterator[Any]:
         """Messages until the deadline; the engine ends what nobody listens to any more."""
