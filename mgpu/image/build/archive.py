@@ -24,6 +24,7 @@ from mgpu.image.build.context import BuildContext
 
 _FOLDER = ".build"
 _PLAIN = (_FOLDER, ".buil[d]")  # the second one may match nothing
+_ANYWHERE = "?"  # where a file is that was put into a folder which only a base image names
 
 
 def asks(recipe: bytes) -> bool:
@@ -44,14 +45,20 @@ def require_thrown_away(named: Named, target: str | None, dockerfile: str, secre
         for source in each.sources:
             taken = {rest for path in there if (rest := _rest(source, path)) is not None}
             if taken and each.stage in kept:
-                raise _kept(each, dockerfile, "image.secrets" if secrets else "image.ca_file")
+                raise _kept(each, dockerfile, "image.secrets" if secrets else "image.ca_file", _ANYWHERE in taken)
             if each.origin is not None or not _is_plain(source):  # who names it knows what becomes of it
-                strays.setdefault(each.stage, set()).update(_path(f"{each.into}/{rest}") for rest in taken)
+                strays.setdefault(each.stage, set()).update(_put(rest, each.into) for rest in taken)
 
 
-def _kept(copied: Copied, dockerfile: str, what: str) -> InputError:
+def _kept(copied: Copied, dockerfile: str, what: str, unknown: bool) -> InputError:
     why = f"`{copied.text}` takes `.build` along, where they are, and its stage is not thrown away."
     cure = "Copy a folder of its own (`COPY app /app`), or use BuildKit's --mount=type=secret: docs/image.md."
+    if unknown:
+        why = (
+            f"`{copied.text}` may take `.build` along, where they are: it was copied into a folder of that stage that"
+            " only the stage's base image names."
+        )
+        cure = f"Name it in that stage, by WORKDIR. Or: {cure}"
     return InputError(f"{what} would end in the image: {dockerfile}, line {copied.line}", why, cure)
 
 
@@ -92,8 +99,15 @@ def _strays_of(stage: int, named: Named, strays: Mapping[int, set[str]]) -> set[
     return strays.get(stage, set()) | (set() if parent is None else _strays_of(parent, named, strays))
 
 
+def _put(rest: str, into: str | None) -> str:
+    """Where a file is that a COPY has taken along."""
+    return _ANYWHERE if into is None or rest == _ANYWHERE else _path(f"{into}/{rest}")
+
+
 def _rest(source: str, path: str) -> str | None:
-    """Where a file is below what a COPY takes, if it takes that. Patterns are Go's filepath.Match."""
+    """Where a file is below what a COPY takes, if it takes that or may. Patterns are Go's filepath.Match."""
+    if path == _ANYWHERE:
+        return path
     pattern, parts = _path(source), path.split("/")
     if not pattern:
         return path

@@ -34,15 +34,15 @@ class Use(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What a COPY or ADD of a stage takes out of the context, or out of the stage `origin`, and where it puts that;
-    which line it is, and its text."""
+    """What a COPY or ADD of a stage takes out of the context, or out of the stage `origin`, and where it puts that,
+    from the root (None: only its base image says where); which line it is, and its text."""
 
     stage: int
     origin: int | None
     line: int
     text: str
     sources: tuple[str, ...]
-    into: str
+    into: str | None
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,8 @@ def _resolved(
 @dataclass
 class _Reader:
     """Goes through a Dockerfile. `outer`: values for every FROM; `escape`: what takes a character's meaning away;
-    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works."""
+    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works, "" as long as its
+    base image alone says so."""
 
     args: Mapping[str, str]
     outer: dict[str, str]
@@ -229,8 +230,7 @@ class _Reader:
             for name, value in zip(each.args[::3], each.args[1::3], strict=True):
                 self.inner[-1][name] = self._filled(value, self.inner[-1])
         elif each.name == "WORKDIR" and self.stages:
-            into = (self._filled(word, self.inner[-1]) for word in each.args)
-            self.folders[-1] = posixpath.join(self.folders[-1], *into)
+            self.folders[-1] = self._place(each.args)
         elif each.name in ("COPY", "ADD") and self.stages:
             self._copy(each)
         elif each.name == "ONBUILD" and self.stages:  # carried out in each stage of this file that begins with this one
@@ -245,7 +245,7 @@ class _Reader:
         if parent is None and not _own(image, ()):
             self.uses.append(Use(image, word, each))
         self.inner.append({} if parent is None else {**self.inner[parent]})
-        self.folders.append("/" if parent is None else self.folders[parent])
+        self.folders.append(self.folders[parent] if parent is not None else "/" if image.lower() == "scratch" else "")
         self.parents.append(parent)
         self.stages.append(rest[1].lower() if len(rest) > 1 and rest[0].upper() == "AS" else "")
 
@@ -264,9 +264,14 @@ class _Reader:
         origin = next((_number(stage, self.stages) for stage in named), None)
         if not each.args or (origin is None and named):
             return  # out of an image
-        *sources, into = (self._filled(word, self.inner[-1], unknown="*") for word in each.args)
-        into = posixpath.join(self.folders[-1], into)
-        self.copied.append(Copied(len(self.stages) - 1, origin, each.start_line, each.original, tuple(sources), into))
+        sources = tuple(self._filled(word, self.inner[-1], unknown="*") for word in each.args[:-1])
+        into = self._place(each.args[-1:]) or None
+        self.copied.append(Copied(len(self.stages) - 1, origin, each.start_line, each.original, sources, into))
+
+    def _place(self, words: Sequence[str]) -> str:
+        """A folder from the root, as a stage names it; "" where that takes what its base image says."""
+        into = posixpath.join(self.folders[-1], *(self._filled(word, self.inner[-1], unknown="*") for word in words))
+        return into if into.startswith("/") and "*" not in into else ""
 
     def _filled(self, word: str, values: Mapping[str, str], unknown: str = "") -> str:
         """A word without quotes, with the values of its variables; `unknown` for one that has none."""

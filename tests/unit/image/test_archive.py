@@ -13,7 +13,8 @@ from mgpu.image.build import archive, bases, context
 from mgpu.image.build.hashes import Hashes
 from mgpu.image.build.recipe import Recipe
 
-PACKAGES = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\nFROM a\n"
+THROWN = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\n"
+PACKAGES = f"{THROWN}FROM a\n"
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,29 @@ def test_other_things_of_such_a_stage_are(line):
 def test_a_stage_between_two_carries_on():
     assert "line 11" in refused(f"{BY_WAY}COPY --from=code /srv/app /o\nFROM a\nCOPY --from=3 /o /x")
     assert not refused(f"{BY_WAY}COPY --from=code /srv/app /o\nFROM a\nCOPY --from=3 /p /x")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "FROM a AS code\nCOPY . .",
+        "FROM a AS code\nWORKDIR app\nCOPY . ./x",
+        "FROM a AS code\nWORKDIR $HOME/app\nCOPY . .",
+        "FROM a AS code\nWORKDIR /srv\nCOPY . $APP",
+        "FROM a AS first\nFROM first AS code\nCOPY . .",
+        "FROM a AS first\nCOPY . .\nFROM a AS code\nCOPY --from=first /workspace /o",
+    ],
+)
+def test_a_folder_that_only_a_base_image_names_may_be_any(code):
+    said = refused(f"{THROWN}{code}\nFROM a\nCOPY --from=code /workspace /workspace\n")
+    assert "`COPY --from=code /workspace /workspace` may take `.build` along" in said
+    assert "by WORKDIR" in said
+
+
+@pytest.mark.parametrize("code", ["FROM scratch AS code\nCOPY . .", "FROM a AS code\nWORKDIR /srv\nCOPY . app"])
+def test_a_folder_that_the_dockerfile_names_is_known(code):
+    whole = f"{THROWN}{code}\nFROM a\nCOPY --from=code /workspace /workspace\n"
+    assert not refused(whole)
 
 
 def test_without_a_way_for_them_nothing_is_in_the_context():
