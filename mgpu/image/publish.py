@@ -135,13 +135,13 @@ class _Publishing:
         wanted, made_of = self.wanted()
         if made_of is None:
             return self._existing(wanted.name)
-        if (digest := self._there(str(wanted.name))) is not None:
+        if (digest := self._there(str(wanted.name), ours=True)) is not None:
             return self._published(wanted.name, digest)
         return self._push(self._built(made_of, wanted.name), wanted.name)
 
     def find(self) -> Published | None:
         name = self.wanted()[0].name
-        digest = self._there(str(name))
+        digest = self._there(str(name), ours=self._spec.builds)
         return None if digest is None else self._published(name, digest)
 
     def build(self) -> Built:
@@ -258,9 +258,10 @@ class _Publishing:
             self._auths[name.registry] = self._site.login(name.registry)
         return self._auths[name.registry]
 
-    def _there(self, reference: str) -> str | None:
-        name = Reference.parse(reference)
-        return registry.find(reference, self._auth(name), retry=self._site.retry, ca_file=self._ca)
+    def _there(self, reference: str, *, ours: bool = False) -> str | None:
+        """What the registry has. `ours`: we would push it."""
+        auth = self._auth(Reference.parse(reference))
+        return registry.find(reference, auth, retry=self._site.retry, ca_file=self._ca, made_by_push=ours)
 
     def _warn(self, text: str) -> None:
         self._emit(Warned(text))

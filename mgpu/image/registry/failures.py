@@ -19,7 +19,7 @@ _CONNECTING = (errno.ENOENT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
 def refused(reference: Reference, status: int, body: bytes = b"", *, known: bool = True) -> ImageError:
     """A registry's HTTP status. `known`: whether it was told who asks."""
-    why = f"It answered {status}: {_said(body)}" if _said(body) else f"It answered {status}."
+    why = _answered(status, body)
     if status == 401 and not known:
         cure = f"Check the name: many registries say this of one that nobody has. If it is right: {_login(reference)}"
         return ImageError(f"{reference.registry} wants a login for {reference.name}", why, cure)
@@ -34,6 +34,13 @@ def refused(reference: Reference, status: int, body: bytes = b"", *, known: bool
         cure = "Wait some minutes and try again; a login raises most registries' limits."
         return ImageError(f"{reference.registry} refuses: too many requests", why, cure)
     return ImageError(f"{reference.registry} is not well", why, "Try again later; see the registry's status page.")
+
+
+def not_shown(reference: Reference, body: bytes) -> ImageError:
+    """A repository that the registry shows no such login: nobody has it, or another one does."""
+    what = f"{reference.registry} shows this login no {reference.name}"
+    cure = f"Check the name. If it is right, ask its owner for access, or log in as another: {_login(reference)}"
+    return ImageError(what, _answered(401, body), cure)
 
 
 def unknown_repository(reference: Reference, why: str) -> ImageError:
@@ -126,6 +133,10 @@ def _registry_status(said: str) -> int:
 def _login(reference: Reference) -> str:
     found = of_registry(reference.registry)
     return found[1].renew if found else f"Run `docker login {reference.registry}`."
+
+
+def _answered(status: int, body: bytes) -> str:
+    return f"It answered {status}: {_said(body)}" if _said(body) else f"It answered {status}."
 
 
 def _said(body: bytes) -> str:

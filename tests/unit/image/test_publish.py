@@ -195,6 +195,40 @@ def test_who_may_not_push_is_told_before_anything_is_built(at: Path, locked_regi
         publish.ensure(spec(locked_registry.address), wrong)
 
 
+def test_a_repository_that_the_first_push_makes_is_pushed_to(tmp_path: Path):
+    """Docker Hub says 401 of it until then, and to a good login, too."""
+    pushed = list[str]()
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+
+    class Pushing(DockerEngine):
+        def __init__(self) -> None: ...
+
+        def build(self, *_: object) -> str:
+            return "sha256:built"
+
+        def tag(self, *_: object) -> None: ...
+
+        def push(self, reference: str, *_: object) -> Pushed:
+            pushed.append(reference)
+            raise ImageError("so far", "", "")
+
+    def script(asked: Asked) -> Said:
+        if asked.path.startswith("/token"):
+            return Said(200, body=b'{"token": "tok"}')
+        return Said(401, {"WWW-Authenticate": f'Bearer realm="http://{server.address}/token"'})
+
+    login = auth.password(USER, PASSWORD)
+    with scripted(script) as server:
+        image, here = spec(server.address, "new"), site(tmp_path, login=lambda _: login, engine=Pushing)
+        assert publish.find(image, here) is None
+        with pytest.raises(ImageError, match="so far"):
+            publish.ensure(image, here)
+        assert pushed == [str(publish.wanted(image, here).name)]
+        with pytest.raises(ImageError, match="shows this login no new"):
+            publish.ensure(ImageSpec(reference=f"{server.address}/new:1"), here)
+
+
 def test_an_image_that_exists_is_taken_by_its_digest(at: Path, registry: Registry):
     made = ensure(at, registry.address, "existing")
     name = f"{registry.address}/existing"
