@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu import paths
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Emit, Note, Warned, ignore
 from mgpu.image.build import archive, bases, context, inputs
 from mgpu.image.build.recipe import Recipe
 from mgpu.image.registry import auth as auths
-from mgpu.image.registry import registry
+from mgpu.image.registry import failures, registry
 from mgpu.image.registry.auth import Auth
 from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
@@ -80,7 +81,8 @@ def ensure(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Published:
     """Makes sure that the image of a run file is in its registry; what is there is neither built nor pushed.
 
     Raises:
-        ImageError: the engine, the build or the registry; nothing refers to what was pushed by half.
+        ImageError: the engine, the build or the registry; nothing refers to what was pushed by half. Or the cache, in
+            which the trainer's context is, cannot be written.
         InputError: the context cannot be read or changes, a secret is not set or would end in the image, no repository
             is named.
     """
@@ -91,7 +93,7 @@ def wanted(spec: ImageSpec, site: Site) -> Wanted:
     """What `ensure` would look for: nothing is built, and the registry is asked for the base images alone.
 
     Raises:
-        ImageError: nobody has a base image; its registry refuses, or cannot be reached.
+        ImageError: nobody has a base image; its registry refuses, or cannot be reached. Or the cache: as `ensure`.
         InputError: the context cannot be read, no repository is named.
     """
     return _Publishing(spec, site, ignore).wanted()[0]
@@ -154,7 +156,7 @@ class _Publishing:
         """And what it is built from."""
         if self._spec.reference is not None:
             return Wanted(Reference.parse(self._spec.reference)), None
-        folder = context.scan(context.folder_of(self._spec, self._site.folder), self._spec.dockerfile)
+        folder = context.scan(self._folder(), self._spec.dockerfile)
         named = bases.read(folder.recipe, self._spec.args, self._spec.platform)
         named.require(self._spec.target, str(folder.root / folder.dockerfile))
         if self._spec.secrets or self._spec.ca_file:
@@ -163,6 +165,12 @@ class _Publishing:
         whole = inputs.inputs_hash(folder, self._spec, {name: base.digest for name, base in found.items()})
         wanted = Wanted(Reference.parse(f"{self._repository()}:{inputs.tag(whole)}"), whole)
         return wanted, _MadeOf(folder, named, found)
+
+    def _folder(self) -> Path:
+        try:
+            return context.folder_of(self._spec, self._site.folder)
+        except OSError as error:
+            raise failures.no_context(error, paths.cache_dir()) from error
 
     def _existing(self, name: Reference) -> Published:
         digest = self._there(str(name))

@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mgpu.errors import ImageError
@@ -73,6 +74,12 @@ def no_room(error: OSError) -> ImageError:
         "Make room there, or set TMPDIR to a folder with room for the whole context (.dockerignore makes it smaller)."
     )
     return ImageError(f"no room in {tempfile.gettempdir()} for what the builder is sent", str(error), cure)
+
+
+def no_context(error: OSError, cache: Path) -> ImageError:
+    """What the trainer's image is built from cannot be put into the cache."""
+    cure = f"Make room in {cache} and let this user write there, or set XDG_CACHE_HOME to another folder."
+    return ImageError("what the trainer's image is built from cannot be put together", str(error), cure)
 
 
 def no_engine(error: BaseException, host: str) -> ImageError:

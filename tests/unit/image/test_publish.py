@@ -195,6 +195,16 @@ def test_who_may_not_push_is_told_before_anything_is_built(at: Path, locked_regi
         publish.ensure(spec(locked_registry.address), wrong)
 
 
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for asked in (publish.find, publish.ensure):
+        with pytest.raises(ImageError, match="cannot be put together") as caught:
+            asked(ImageSpec.model_validate({"repository": "127.0.0.1:1/x"}), site(tmp_path, engine=no_engine))
+    assert "XDG_CACHE_HOME" in caught.value.next_step
+    assert str(tmp_path / "file") in caught.value.why
+
+
 def test_a_repository_that_the_first_push_makes_is_pushed_to(tmp_path: Path):
     """Docker Hub says 401 of it until then, and to a good login, too."""
     pushed = list[str]()
