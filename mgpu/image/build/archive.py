@@ -18,7 +18,6 @@ from typing import IO
 from e2b_dockerfile_utils import PatternMatcher
 
 from mgpu.errors import ImageError, InputError
-from mgpu.image.build import bases
 from mgpu.image.build.bases import Copied, Named
 from mgpu.image.build.context import BuildContext
 
@@ -27,9 +26,9 @@ _PLAIN = (_FOLDER, ".buil[d]")  # the second one may match nothing
 _ANYWHERE = "?"  # where a file is that was put into a folder which only a base image names
 
 
-def asks(recipe: bytes) -> bool:
+def asks(named: Named) -> bool:
     """Whether a COPY or ADD of a Dockerfile names `.build/`, or something in it."""
-    return _asks(bases.read(recipe, {}))
+    return any(_is_plain(source) for each in named.copied if each.origin is None for source in each.sources)
 
 
 def require_thrown_away(named: Named, target: str | None, dockerfile: str, secrets: Collection[str]) -> None:
@@ -40,7 +39,7 @@ def require_thrown_away(named: Named, target: str | None, dockerfile: str, secre
     """
     kept, strays = named.kept(target), dict[int, set[str]]()
     given = {f"{_FOLDER}/ca.pem", *(f"{_FOLDER}/secrets/{name}" for name in secrets)}
-    for each in named.copied if _asks(named) else ():
+    for each in named.copied if asks(named) else ():
         there = given if each.origin is None else _strays_of(each.origin, named, strays)
         for source in each.sources:
             taken = {rest for path in there if (rest := _rest(source, path)) is not None}
@@ -63,13 +62,12 @@ def _kept(copied: Copied, dockerfile: str, what: str, unknown: bool) -> InputErr
 
 
 def write(context: BuildContext, stream: IO[bytes], ca: bytes, secrets: Mapping[str, str]) -> None:
-    """Writes the archive, in which the Dockerfile is `context.recipe`. Raises InputError where a file of the context
-    has changed."""
-    if asks(context.recipe):
-        if ca:
-            stream.write(_entry(".build/ca.pem", ca))
-        for name, value in sorted(secrets.items()):
-            stream.write(_entry(f".build/secrets/{name}", value.encode()))
+    """Writes the archive, in which the Dockerfile is `context.recipe`, and the certificates and secrets that are given.
+    Raises InputError where a file of the context has changed."""
+    if ca:
+        stream.write(_entry(".build/ca.pem", ca))
+    for name, value in sorted(secrets.items()):
+        stream.write(_entry(f".build/secrets/{name}", value.encode()))
     own = next((each for each in context.entries if each.path == context.dockerfile), None)
     if own is not None and own.value != hashlib.sha256(context.recipe).digest():
         stream.write(_entry(own.path, context.recipe, 0o755 if own.kind == "x" else 0o644))
@@ -83,10 +81,6 @@ def read_ca(path: Path | None) -> bytes:
         return path.read_bytes() if path else b""
     except OSError as error:
         raise ImageError(f"{path} cannot be read", error.strerror or "", "Mend image.ca_file.") from error
-
-
-def _asks(named: Named) -> bool:
-    return any(_is_plain(source) for each in named.copied if each.origin is None for source in each.sources)
 
 
 def _is_plain(source: str) -> bool:

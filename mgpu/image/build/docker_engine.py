@@ -121,7 +121,7 @@ class DockerEngine:
         )
 
     def _build(self, recipe: Recipe, packed: IO[bytes], emit: Emit, words: progress.Words) -> str:
-        if recipe.secrets and not archive.asks(recipe.context.recipe):
+        if recipe.secrets and not recipe.asks:
             why = f"The engine's own builder cannot give {', '.join(sorted(recipe.secrets))} to this Dockerfile."
             cure = "Install docker's buildx plugin (Debian, Ubuntu: docker-buildx-plugin or docker-buildx)."
             raise ImageError("image.secrets needs BuildKit, which is not here", why, cure)
@@ -218,7 +218,7 @@ def _packed(recipe: Recipe) -> IO[bytes]:
     try:
         packed = tempfile.TemporaryFile(prefix="mgpu-context-")  # noqa: SIM115  the caller closes it
         try:
-            archive.write(recipe.context, packed, ca, recipe.secrets)
+            archive.write(recipe.context, packed, *((ca, recipe.secrets) if recipe.asks else (b"", {})))
             packed.seek(0)  # after what was not written yet
         except BaseException:
             with suppress(OSError):  # it tries to write once more

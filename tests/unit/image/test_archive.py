@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.image.build import archive, bases, context
+from mgpu.image.build import archive, bases, context, docker_engine
 from mgpu.image.build.hashes import Hashes
 from mgpu.image.build.recipe import Recipe
 
@@ -36,7 +36,7 @@ PACKAGES = f"{THROWN}FROM a\n"
     ],
 )
 def test_only_a_copy_asks(line, expected):
-    assert archive.asks(f"FROM a\n{line}\n".encode()) is expected
+    assert archive.asks(bases.read(f"FROM a\n{line}\n".encode(), {})) is expected
 
 
 def refused(recipe: str, target: str | None = None, secrets: tuple[str, ...] = ("TOKEN",)) -> str:
@@ -212,6 +212,17 @@ def test_nothing_that_would_keep_them_can_be_built(given):
     made("COPY app /app", **given)
     made("ARG A\nCOPY $A /app", args={"A": "app"}, **given)
     made("COPY . /app")
+
+
+@pytest.mark.parametrize(
+    ("default", "given", "copies", "there"),
+    [(".build", "app", "COPY . /app", []), ("app", ".build", "COPY app /app", [".build/secrets/TOKEN"])],
+)
+def test_an_argument_says_whether_they_are_in_the_context(tmp_path: Path, default, given, copies, there):
+    (tmp_path / "Dockerfile").write_text(f"FROM a AS packages\nARG X={default}\nCOPY $X /b\nFROM a\n{copies}\n")
+    recipe = Recipe(context.scan(tmp_path, "Dockerfile", Hashes()), args={"X": given}, secrets={"TOKEN": "canary"})
+    with docker_engine._packed(recipe) as packed, tarfile.open(fileobj=packed) as tar:
+        assert [name for name in tar.getnames() if name.startswith(".build")] == there
 
 
 def test_certificates_alone_are_named():
