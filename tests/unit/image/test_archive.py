@@ -230,11 +230,14 @@ def test_certificates_alone_are_named():
     assert not refused(f"{PACKAGES}COPY .build/secrets/TOKEN /app", secrets=())
 
 
-def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path):
+@pytest.mark.parametrize("path", ["docker/Dockerfile", "linked/Dockerfile"])
+def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path, path: str):
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker/Dockerfile").write_text("FROM a\n")
     (tmp_path / "x").write_text("x")
-    found = context.scan(tmp_path, "docker/Dockerfile", Hashes())
+    (tmp_path / "linked").symlink_to("docker")
+    found = context.scan(tmp_path, path, Hashes())
+    assert found.dockerfile == "docker/Dockerfile"
     pinned = context.BuildContext(found.root, found.dockerfile, b"FROM b@sha256:1\n", found.entries)
     for each, text in ((found, b"FROM a\n"), (pinned, b"FROM b@sha256:1\n")):
         packed = io.BytesIO()
@@ -242,6 +245,6 @@ def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path
         packed.seek(0)
         with tarfile.open(fileobj=packed) as tar:
             members = {member.name: member for member in tar.getmembers()}
-            assert sorted(tar.getnames()) == ["docker", "docker/Dockerfile", "x"]
+            assert sorted(tar.getnames()) == ["docker", "docker/Dockerfile", "linked", "x"]
             assert tar.extractfile("docker/Dockerfile").read() == text
             assert members["docker/Dockerfile"].mode == 0o644
