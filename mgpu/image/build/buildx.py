@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
@@ -111,9 +113,16 @@ def _command(recipe: Recipe) -> list[str]:
     options += [f"--network={recipe.network}"] if recipe.network else []
     options += [f"--build-arg={name}={value}" for name, value in recipe.args.items()]
     options += [f"--secret=id={name},env={_SECRET}{name}" for name in recipe.secrets]
-    options += [f"--secret=id={CA_ID},src={recipe.ca_file}"] if recipe.ca_file else []
+    options += [f"--secret={_list(f'id={CA_ID}', f'src={recipe.ca_file}')}"] if recipe.ca_file else []
     # one manifest of one platform: what is pushed is what was built
     return ["docker", "buildx", "build", "--load", "--progress=rawjson", "--provenance=false", "--sbom=false", *options]
+
+
+def _list(*fields: str) -> str:
+    """CSV: a path may hold a comma."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()
 
 
 def _environment(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:

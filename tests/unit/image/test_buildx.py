@@ -91,6 +91,11 @@ def test_without_docker_there_is_no_buildx(tmp_path: Path):
     assert buildx.version({"PATH": str(tmp_path)}) == ""
 
 
+def test_a_path_with_a_comma_is_one_field(docker: Path):
+    build(docker, ca_file=Path("/a,b/ca.pem"))
+    assert '--secret=id=mgpu_ca,"src=/a,b/ca.pem"' in (docker / "argv").read_text().splitlines()
+
+
 def test_it_is_called_with_everything_that_counts_and_no_secret(docker: Path):
     says(docker, {"vertexes": [STEP]})
     image, told = build(docker, args={"A": "b c"}, target="t", ca_file=Path("/ca.pem"), network="host")
