@@ -183,12 +183,22 @@ class _Publishing:
         recipe, engine = self._recipe(made_of), self._engine()
         for each in made_of.named.unused(self._spec.args):
             self._warn(each)
+        for base, found in made_of.bases.items():
+            self._pull(Reference.parse(base), found)
         self._emit(Note(f"building {name}"))
         image = engine.build(recipe, self._emit)
         for base, before in made_of.bases.items():
             self._require_same(base, before)
         engine.tag(image, str(name))
         return image
+
+    def _pull(self, name: Reference, base: bases.BaseImage) -> None:
+        """A base that the builder has no login for: it asks docker's configuration alone."""
+        there = name.at(base.digest)
+        if not base.pinned or auths.is_dockers(name.registry) or self._engine().inspect(there) is not None:
+            return
+        self._emit(Note(f"pulling the base image {there}"))
+        self._engine().pull(there, self._spec.platform, self._auth(name))
 
     def _require_same(self, base: str, before: bases.BaseImage) -> None:
         """The engine's own images cannot be built on by their digest."""

@@ -103,6 +103,27 @@ class DockerEngine:
             raise failures.engine_said(f"{name} could not be pushed", stream.error or "No digest came back.", name)
         return Pushed(stream.digest, stream.states)
 
+    def pull(self, reference: str, platform: str, auth: Auth = nobody) -> None:
+        """Gets the image that has the name `reference`, with its digest.
+
+        Raises:
+            ImageError: the registry refuses or cannot be reached, a deadline, no space.
+        """
+        name, login = Reference.parse(reference), auth()
+        what = f"{name} could not be pulled"
+        with self._client(self._limits.silence_s) as client:
+            said = client.api.pull(
+                name.repository,
+                name.digest,
+                stream=True,
+                decode=True,
+                auth_config=login.for_engine() if login else {},
+                platform=platform if platform != self.platform else None,
+            )
+            for message in self._in_time(said, self._limits.push_s, what):
+                if "error" in message:
+                    raise failures.engine_said(what, str(message["error"]), name)
+
     def inspect(self, reference: str) -> Inspected | None:
         """What the engine has under a name or an id; None: nothing. Raises ImageError."""
         from docker.errors import ImageNotFound

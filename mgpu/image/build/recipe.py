@@ -41,7 +41,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: a short call; a whole build; a whole push; and how long an engine may be silent during these two,
+    """Seconds: a short call; a whole build; a whole push or pull; and how long an engine may be silent in these,
     which comes on top of their deadline at worst."""
 
     call_s: float = 60.0

@@ -23,7 +23,7 @@ from fakes.registries import Asked, Said, certificate, forwarded, scripted, wire
 from waiting import until
 
 from mgpu.errors import ImageError, InputError
-from mgpu.events import Event, ImageStep, LayerPushed, Warned
+from mgpu.events import Event, ImageStep, LayerPushed, Note, Warned
 from mgpu.image import publish
 from mgpu.image.build import context
 from mgpu.image.build.docker_engine import DockerEngine, Pushed
@@ -314,6 +314,22 @@ def test_what_was_hashed_is_what_is_built_on(at: Path, engine: engines.Engine, r
     assert read_which(engine, published.reference) == "old"
     assert read_which(engine, published.reference, "/other") == "other-old"
     assert publish.wanted(spec(registry.address), site(at)).name.tag != named.tag
+
+
+def test_a_base_that_only_a_provider_has_a_login_for_is_built_on(
+    at: Path, engine: engines.Engine, locked_registry: Registry, builder: str, monkeypatch: pytest.MonkeyPatch
+):
+    """ECR's, of which docker's configuration knows nothing."""
+    base, password = f"{locked_registry.address}/private-{builder}:1", auth.password(USER, PASSWORD)
+    engine.docker("tag", "base:1", base)
+    DockerEngine().push(base, password)
+    engine.docker("image", "rm", base)
+    monkeypatch.setattr(auth, "is_dockers", lambda _: False)
+    (at / "context/Dockerfile").write_text(f"FROM {base}\nCOPY code /code\n")
+    told = list[Event]()
+    publish.build(spec("127.0.0.1:1"), site(at, login=lambda _: password), told.append)
+    publish.build(spec("127.0.0.1:1"), site(at, login=lambda _: password), told.append)
+    assert len([each for each in told if isinstance(each, Note) and each.text.startswith("pulling the base")]) == 1
 
 
 @pytest.mark.usefixtures("buildkit")
