@@ -296,7 +296,8 @@ class _Publishing:
         repository = Reference.parse(reference).repository
         known = (Reference.parse(each) for each in found.digests)
         digest = next((each.digest for each in known if each.repository == repository), "")
-        return bases.BaseImage(digest or found.id, pinned=bool(digest))
+        # one that leaves its images to containerd knows all of them by their digest
+        return bases.BaseImage(digest or found.id, pinned=bool(digest), unsure=digest == found.id)
 
     def _engine(self) -> DockerEngine:
         from mgpu.image.build.docker_engine import DockerEngine

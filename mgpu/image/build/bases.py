@@ -118,10 +118,12 @@ def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") 
 
 class BaseImage(NamedTuple):
     """Which image a name means today. `digest`: as its registry says it; else the engine's, which has it alone, or
-    before its registry (`pinned` is False), by whatever name it has there."""
+    before its registry (`pinned` is False), by whatever name it has there. `unsure`: this engine gives digests to what
+    it has built itself, too."""
 
     digest: str
     pinned: bool
+    unsure: bool = False
 
 
 def resolve(
@@ -134,7 +136,8 @@ def resolve(
     """What each name means: by its own digest; else the engine's own image of that name; else as the registry has it.
 
     `engine`: what it has, `pinned` where that came from a registry, which is asked by `glance` then: the engine's copy
-    counts only where that does not answer, and `tell` is told so. `registry` is asked for what the engine lacks.
+    counts only where that does not answer, and `tell` is told so; or where it is `unsure`, and the registry has
+    never had it. `registry` is asked for what the engine lacks.
 
     Raises:
         ImageError: nobody has it, and why not.
@@ -190,6 +193,8 @@ def _resolved(
         return here
     try:
         if digest := (registry if here is None else glance)(name):
+            if here is not None and here.unsure and digest != here.digest and _only_here(reference, here, glance):
+                return BaseImage(here.digest, pinned=False)
             return BaseImage(digest, pinned=True)
         silent = f"{reference.registry} does not have it"
     except ImageError as error:
@@ -202,6 +207,13 @@ def _resolved(
     cure = " ".join(each.next_step for each in errors)
     cure = cure or "Mend FROM or the ARG that names it; a private one needs `docker login`."
     raise ImageError(f"no base image {name}: {said}, and {silent}", why, cure)
+
+
+def _only_here(name: Reference, here: BaseImage, glance: Callable[[str], str | None]) -> bool:
+    try:
+        return glance(name.at(here.digest)) is None
+    except ImageError:  # what is known is what the name means there
+        return False
 
 
 @dataclass

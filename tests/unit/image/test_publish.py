@@ -26,7 +26,8 @@ from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Note, Warned
 from mgpu.image import publish
 from mgpu.image.build import context
-from mgpu.image.build.docker_engine import DockerEngine, Pushed
+from mgpu.image.build.bases import BaseImage
+from mgpu.image.build.docker_engine import DockerEngine, Inspected, Pushed
 from mgpu.image.build.recipe import Limits, Recipe
 from mgpu.image.publish import Published, Site
 from mgpu.image.registry import auth
@@ -237,6 +238,34 @@ def test_a_repository_that_the_first_push_makes_is_pushed_to(tmp_path: Path):
         assert pushed == [str(publish.wanted(image, here).name)]
         with pytest.raises(ImageError, match="shows this login no new"):
             publish.ensure(ImageSpec(reference=f"{server.address}/new:1"), here)
+
+
+@pytest.mark.parametrize(("engines_id", "built_on"), [("d", "d"), ("c", "e")], ids=["containerd", "own"])
+def test_an_engine_with_containerds_store_keeps_a_base_that_it_has_built(
+    tmp_path: Path, engines_id: str, built_on: str
+):
+    """It knows what was never pushed by a digest, too, which it has for an id."""
+    (tmp_path / "context").mkdir()
+
+    def digest(letter: str) -> str:
+        return f"sha256:{letter * 64}"
+
+    class Having(DockerEngine):
+        def __init__(self) -> None: ...
+
+        def inspect(self, reference: str) -> Inspected:
+            known = f"{reference.removesuffix(':1')}@{digest('d')}"
+            return Inspected(digest(engines_id), "linux/amd64", (known,), (), {})
+
+    def script(asked: Asked) -> Said:
+        there = asked.path.endswith("/manifests/1")
+        return Said(200, {"Docker-Content-Digest": digest("e")}) if there else Said(404)
+
+    with scripted(script) as server:
+        (tmp_path / "context/Dockerfile").write_text(f"FROM {server.address}/base:1\n")
+        meant = publish._Publishing(spec(server.address), site(tmp_path, engine=Having), lambda _: None).wanted()[1]
+        assert meant is not None
+        assert meant.bases == {f"{server.address}/base:1": BaseImage(digest(built_on), pinned=built_on == "e")}
 
 
 def test_an_image_that_exists_is_taken_by_its_digest(at: Path, registry: Registry):
