@@ -185,6 +185,7 @@ def _of_run_file(run_file: Path) -> dict[str, Any]:
             if here := _here(each, pushed=False):
                 return here
         cure = f"Run `mgpu image push {run_file}`: it builds and pushes it."
+        cure = cure if spec.builds else "Mend image.reference, or push the image first."
         raise ImageError(f"no image {name}", f"{name.registry} does not have it.", cure)
     login = site.login(Reference.parse(found.reference).registry)
     manifest = registry.manifest(found.reference, login, spec.platform, ca_file=site.ca_file(spec))

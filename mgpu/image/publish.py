@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu import paths
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Emit, Note, Warned, ignore
 from mgpu.image.build import archive, bases, context, inputs
 from mgpu.image.build.recipe import Recipe
 from mgpu.image.registry import auth as auths
-from mgpu.image.registry import registry
+from mgpu.image.registry import failures, registry
 from mgpu.image.registry.auth import Auth
 from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
@@ -80,7 +81,8 @@ def ensure(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Published:
     """Makes sure that the image of a run file is in its registry; what is there is neither built nor pushed.
 
     Raises:
-        ImageError: the engine, the build or the registry; nothing refers to what was pushed by half.
+        ImageError: the engine, the build or the registry; nothing refers to what was pushed by half. Or the cache, in
+            which the trainer's context is, cannot be written.
         InputError: the context cannot be read or changes, a secret is not set or would end in the image, no repository
             is named.
     """
@@ -91,7 +93,7 @@ def wanted(spec: ImageSpec, site: Site) -> Wanted:
     """What `ensure` would look for: nothing is built, and the registry is asked for the base images alone.
 
     Raises:
-        ImageError: nobody has a base image; its registry refuses, or cannot be reached.
+        ImageError: nobody has a base image; its registry refuses, or cannot be reached. Or the cache: as `ensure`.
         InputError: the context cannot be read, no repository is named.
     """
     return _Publishing(spec, site, ignore).wanted()[0]
@@ -135,13 +137,13 @@ class _Publishing:
         wanted, made_of = self.wanted()
         if made_of is None:
             return self._existing(wanted.name)
-        if (digest := self._there(str(wanted.name))) is not None:
+        if (digest := self._there(str(wanted.name), ours=True)) is not None:
             return self._published(wanted.name, digest)
         return self._push(self._built(made_of, wanted.name), wanted.name)
 
     def find(self) -> Published | None:
         name = self.wanted()[0].name
-        digest = self._there(str(name))
+        digest = self._there(str(name), ours=self._spec.builds)
         return None if digest is None else self._published(name, digest)
 
     def build(self) -> Built:
@@ -154,7 +156,7 @@ class _Publishing:
         """And what it is built from."""
         if self._spec.reference is not None:
             return Wanted(Reference.parse(self._spec.reference)), None
-        folder = context.scan(context.folder_of(self._spec, self._site.folder), self._spec.dockerfile)
+        folder = context.scan(self._folder(), self._spec.dockerfile)
         named = bases.read(folder.recipe, self._spec.args, self._spec.platform)
         named.require(self._spec.target, str(folder.root / folder.dockerfile))
         if self._spec.secrets or self._spec.ca_file:
@@ -163,6 +165,12 @@ class _Publishing:
         whole = inputs.inputs_hash(folder, self._spec, {name: base.digest for name, base in found.items()})
         wanted = Wanted(Reference.parse(f"{self._repository()}:{inputs.tag(whole)}"), whole)
         return wanted, _MadeOf(folder, named, found)
+
+    def _folder(self) -> Path:
+        try:
+            return context.folder_of(self._spec, self._site.folder)
+        except OSError as error:
+            raise failures.no_context(error, paths.cache_dir()) from error
 
     def _existing(self, name: Reference) -> Published:
         digest = self._there(str(name))
@@ -175,12 +183,22 @@ class _Publishing:
         recipe, engine = self._recipe(made_of), self._engine()
         for each in made_of.named.unused(self._spec.args):
             self._warn(each)
+        for base, found in made_of.bases.items():
+            self._pull(Reference.parse(base), found)
         self._emit(Note(f"building {name}"))
         image = engine.build(recipe, self._emit)
         for base, before in made_of.bases.items():
             self._require_same(base, before)
         engine.tag(image, str(name))
         return image
+
+    def _pull(self, name: Reference, base: bases.BaseImage) -> None:
+        """A base that the builder has no login for: it asks docker's configuration alone."""
+        there = name.at(base.digest)
+        if not base.pinned or auths.is_dockers(name.registry) or self._engine().inspect(there) is not None:
+            return
+        self._emit(Note(f"pulling the base image {there}"))
+        self._engine().pull(there, self._spec.platform, self._auth(name))
 
     def _require_same(self, base: str, before: bases.BaseImage) -> None:
         """The engine's own images cannot be built on by their digest."""
@@ -258,9 +276,10 @@ class _Publishing:
             self._auths[name.registry] = self._site.login(name.registry)
         return self._auths[name.registry]
 
-    def _there(self, reference: str) -> str | None:
-        name = Reference.parse(reference)
-        return registry.find(reference, self._auth(name), retry=self._site.retry, ca_file=self._ca)
+    def _there(self, reference: str, *, ours: bool = False) -> str | None:
+        """What the registry has. `ours`: we would push it."""
+        auth = self._auth(Reference.parse(reference))
+        return registry.find(reference, auth, retry=self._site.retry, ca_file=self._ca, made_by_push=ours)
 
     def _warn(self, text: str) -> None:
         self._emit(Warned(text))
@@ -277,7 +296,8 @@ class _Publishing:
         repository = Reference.parse(reference).repository
         known = (Reference.parse(each) for each in found.digests)
         digest = next((each.digest for each in known if each.repository == repository), "")
-        return bases.BaseImage(digest or found.id, pinned=bool(digest))
+        # one that leaves its images to containerd knows all of them by their digest
+        return bases.BaseImage(digest or found.id, pinned=bool(digest), unsure=digest == found.id)
 
     def _engine(self) -> DockerEngine:
         from mgpu.image.build.docker_engine import DockerEngine

@@ -34,15 +34,15 @@ class Use(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What a COPY or ADD of a stage takes out of the context, or out of the stage `origin`, and where it puts that;
-    which line it is, and its text."""
+    """What a COPY or ADD of a stage takes out of the context, or out of the stage `origin`, and where it puts that,
+    from the root (None: only its base image says where); which line it is, and its text."""
 
     stage: int
     origin: int | None
     line: int
     text: str
     sources: tuple[str, ...]
-    into: str
+    into: str | None
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,12 @@ def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") 
 
 class BaseImage(NamedTuple):
     """Which image a name means today. `digest`: as its registry says it; else the engine's, which has it alone, or
-    before its registry (`pinned` is False), by whatever name it has there."""
+    before its registry (`pinned` is False), by whatever name it has there. `unsure`: this engine gives digests to what
+    it has built itself, too."""
 
     digest: str
     pinned: bool
+    unsure: bool = False
 
 
 def resolve(
@@ -134,7 +136,8 @@ def resolve(
     """What each name means: by its own digest; else the engine's own image of that name; else as the registry has it.
 
     `engine`: what it has, `pinned` where that came from a registry, which is asked by `glance` then: the engine's copy
-    counts only where that does not answer, and `tell` is told so. `registry` is asked for what the engine lacks.
+    counts only where that does not answer, and `tell` is told so; or where it is `unsure`, and the registry has
+    never had it. `registry` is asked for what the engine lacks.
 
     Raises:
         ImageError: nobody has it, and why not.
@@ -190,6 +193,8 @@ def _resolved(
         return here
     try:
         if digest := (registry if here is None else glance)(name):
+            if here is not None and here.unsure and digest != here.digest and _only_here(reference, here, glance):
+                return BaseImage(here.digest, pinned=False)
             return BaseImage(digest, pinned=True)
         silent = f"{reference.registry} does not have it"
     except ImageError as error:
@@ -204,10 +209,18 @@ def _resolved(
     raise ImageError(f"no base image {name}: {said}, and {silent}", why, cure)
 
 
+def _only_here(name: Reference, here: BaseImage, glance: Callable[[str], str | None]) -> bool:
+    try:
+        return glance(name.at(here.digest)) is None
+    except ImageError:  # what is known is what the name means there
+        return False
+
+
 @dataclass
 class _Reader:
     """Goes through a Dockerfile. `outer`: values for every FROM; `escape`: what takes a character's meaning away;
-    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works."""
+    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works, "" as long as its
+    base image alone says so."""
 
     args: Mapping[str, str]
     outer: dict[str, str]
@@ -229,8 +242,7 @@ class _Reader:
             for name, value in zip(each.args[::3], each.args[1::3], strict=True):
                 self.inner[-1][name] = self._filled(value, self.inner[-1])
         elif each.name == "WORKDIR" and self.stages:
-            into = (self._filled(word, self.inner[-1]) for word in each.args)
-            self.folders[-1] = posixpath.join(self.folders[-1], *into)
+            self.folders[-1] = self._place(each.args)
         elif each.name in ("COPY", "ADD") and self.stages:
             self._copy(each)
         elif each.name == "ONBUILD" and self.stages:  # carried out in each stage of this file that begins with this one
@@ -245,7 +257,7 @@ class _Reader:
         if parent is None and not _own(image, ()):
             self.uses.append(Use(image, word, each))
         self.inner.append({} if parent is None else {**self.inner[parent]})
-        self.folders.append("/" if parent is None else self.folders[parent])
+        self.folders.append(self.folders[parent] if parent is not None else "/" if image.lower() == "scratch" else "")
         self.parents.append(parent)
         self.stages.append(rest[1].lower() if len(rest) > 1 and rest[0].upper() == "AS" else "")
 
@@ -264,9 +276,14 @@ class _Reader:
         origin = next((_number(stage, self.stages) for stage in named), None)
         if not each.args or (origin is None and named):
             return  # out of an image
-        *sources, into = (self._filled(word, self.inner[-1], unknown="*") for word in each.args)
-        into = posixpath.join(self.folders[-1], into)
-        self.copied.append(Copied(len(self.stages) - 1, origin, each.start_line, each.original, tuple(sources), into))
+        sources = tuple(self._filled(word, self.inner[-1], unknown="*") for word in each.args[:-1])
+        into = self._place(each.args[-1:]) or None
+        self.copied.append(Copied(len(self.stages) - 1, origin, each.start_line, each.original, sources, into))
+
+    def _place(self, words: Sequence[str]) -> str:
+        """A folder from the root, as a stage names it; "" where that takes what its base image says."""
+        into = posixpath.join(self.folders[-1], *(self._filled(word, self.inner[-1], unknown="*") for word in words))
+        return into if into.startswith("/") and "*" not in into else ""
 
     def _filled(self, word: str, values: Mapping[str, str], unknown: str = "") -> str:
         """A word without quotes, with the values of its variables; `unknown` for one that has none."""

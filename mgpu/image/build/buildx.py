@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
 import re
 import shutil
@@ -26,6 +29,9 @@ _VERSION_S = 20.0
 GRACE_S = 3.0  # between SIGTERM and SIGKILL for a build that is to end
 _SECRET = "MGPU_BUILD_SECRET_"  # noqa: S105  a name: what docker's own program reads must not be hidden from it
 CA_ID = "mgpu_ca"
+# Of what --metadata-file says. Not --iidfile: it has the configuration's alone, before
+# https://github.com/docker/buildx/pull/3952
+_DIGESTS = ("containerimage.config.digest", "containerimage.digest")
 
 
 def version(environ: Mapping[str, str]) -> str:
@@ -55,8 +61,9 @@ def build(
     emit: Emit,
     words: progress.Words,
     cancelled: threading.Event,
-) -> str:
-    """Builds from an archive of the context; the image's id.
+) -> tuple[str, ...]:
+    """Builds from an archive of the context; the digests of the image's configuration and manifest. By one of them the
+    engine knows it: by the second one where it leaves its images to containerd.
 
     Raises:
         ImageError: the failing step and its last lines, or the deadline.
@@ -64,9 +71,9 @@ def build(
     """
     stream = progress.BuildKit(emit, words)
     with _folder() as folder:
-        named = Path(folder) / "id"
+        named = Path(folder) / "digests"
         process = subprocess.Popen(
-            [*_command(recipe), f"--iidfile={named}", "-"],
+            [*_command(recipe), f"--metadata-file={named}", "-"],
             stdin=archive,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -94,7 +101,8 @@ def build(
         if status:
             error = stream.failure(status)
             raise failures.in_dockerfile(error.why) or error
-        return named.read_text(encoding="utf-8").strip()
+        said = json.loads(named.read_text(encoding="utf-8"))
+        return tuple(said[name] for name in _DIGESTS if name in said)
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
@@ -110,9 +118,16 @@ def _command(recipe: Recipe) -> list[str]:
     options += [f"--network={recipe.network}"] if recipe.network else []
     options += [f"--build-arg={name}={value}" for name, value in recipe.args.items()]
     options += [f"--secret=id={name},env={_SECRET}{name}" for name in recipe.secrets]
-    options += [f"--secret=id={CA_ID},src={recipe.ca_file}"] if recipe.ca_file else []
+    options += [f"--secret={_list(f'id={CA_ID}', f'src={recipe.ca_file}')}"] if recipe.ca_file else []
     # one manifest of one platform: what is pushed is what was built
     return ["docker", "buildx", "build", "--load", "--progress=rawjson", "--provenance=false", "--sbom=false", *options]
+
+
+def _list(*fields: str) -> str:
+    """CSV: a path may hold a comma."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()
 
 
 def _environment(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:

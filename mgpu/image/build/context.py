@@ -125,8 +125,8 @@ def scan(folder: Path, dockerfile: str = "Dockerfile", hashes: Hashes | None = N
     """
     if not folder.is_dir():
         raise InputError(f"no folder {folder}", "An image is built from it.")
-    root, dockerfile = folder.resolve(), posixpath.normpath(dockerfile)
-    recipe = _recipe(root, dockerfile)
+    root = folder.resolve()
+    dockerfile, recipe = _recipe(root, posixpath.normpath(dockerfile))
     ignore_file = next((name for name in (f"{dockerfile}.dockerignore", IGNORE_FILE) if (root / name).is_file()), None)
     hashes = hashes or Hashes.of_folder(root)
     found = _Scan(root, _rules(root, ignore_file), {dockerfile, ignore_file or IGNORE_FILE}, hashes)
@@ -200,12 +200,14 @@ def _special(path: str, full: str, mode: int) -> Entry:
     raise OSError("it is a device")
 
 
-def _recipe(root: Path, dockerfile: str) -> bytes:
+def _recipe(root: Path, dockerfile: str) -> tuple[str, bytes]:
+    """A Dockerfile's path in the folder, without links on the way to it: so it is in the archive; and its text."""
     path = root / dockerfile
     try:
-        if not path.resolve(strict=True).is_relative_to(root):
+        inside = path.parent.resolve(strict=True) / path.name
+        if not (inside.is_relative_to(root) and path.resolve(strict=True).is_relative_to(root)):
             raise InputError(f"{path} leads out of the folder", "The builder is sent nothing but the folder.")
-        return path.read_bytes()
+        return inside.relative_to(root).as_posix(), path.read_bytes()
     except OSError as error:
         raise InputError(
             f"no Dockerfile {path}", f"{error.strerror}.", "Name it in `image.dockerfile`, relative to `image.context`."

@@ -72,9 +72,8 @@ class DockerEngine:
             if buildx.version(os.environ):
                 built = buildx.build(recipe, packed, os.environ, self._limits, emit, words, self._cancelled)
             else:
-                built = self._build(recipe, packed, emit, words)
-        self._check_platform(built, recipe.platform)
-        return built
+                built = (self._build(recipe, packed, emit, words),)
+        return self._checked(built, recipe.platform).id
 
     def tag(self, image: str, reference: str) -> None:
         """Gives an image a name. Raises ImageError."""
@@ -104,6 +103,27 @@ class DockerEngine:
             raise failures.engine_said(f"{name} could not be pushed", stream.error or "No digest came back.", name)
         return Pushed(stream.digest, stream.states)
 
+    def pull(self, reference: str, platform: str, auth: Auth = nobody) -> None:
+        """Gets the image that has the name `reference`, with its digest.
+
+        Raises:
+            ImageError: the registry refuses or cannot be reached, a deadline, no space.
+        """
+        name, login = Reference.parse(reference), auth()
+        what = f"{name} could not be pulled"
+        with self._client(self._limits.silence_s) as client:
+            said = client.api.pull(
+                name.repository,
+                name.digest,
+                stream=True,
+                decode=True,
+                auth_config=login.for_engine() if login else {},
+                platform=platform if platform != self.platform else None,
+            )
+            for message in self._in_time(said, self._limits.push_s, what):
+                if "error" in message:
+                    raise failures.engine_said(what, str(message["error"]), name)
+
     def inspect(self, reference: str) -> Inspected | None:
         """What the engine has under a name or an id; None: nothing. Raises ImageError."""
         from docker.errors import ImageNotFound
@@ -122,7 +142,7 @@ class DockerEngine:
         )
 
     def _build(self, recipe: Recipe, packed: IO[bytes], emit: Emit, words: progress.Words) -> str:
-        if recipe.secrets and not archive.asks(recipe.context.recipe):
+        if recipe.secrets and not recipe.asks:
             why = f"The engine's own builder cannot give {', '.join(sorted(recipe.secrets))} to this Dockerfile."
             cure = "Install docker's buildx plugin (Debian, Ubuntu: docker-buildx-plugin or docker-buildx)."
             raise ImageError("image.secrets needs BuildKit, which is not here", why, cure)
@@ -148,14 +168,16 @@ class DockerEngine:
             raise ImageError("the image could not be built", "The engine named no image at the end.", "Try again.")
         return stream.image
 
-    def _check_platform(self, image: str, wanted: str) -> None:
-        found = self.inspect(image)
+    def _checked(self, built: tuple[str, ...], wanted: str) -> Inspected:
+        """The image that has one of these ids."""
+        found = next(filter(None, map(self.inspect, built)), None)
         if found is None:
-            raise ImageError("the image was built, but the engine does not have it", image, "Try again.")
+            raise ImageError("the image was built, but the engine does not have it", " ".join(built), "Try again.")
         if found.platform != wanted:
             why = f"image.platform says {wanted}; a base image of that name is here for {found.platform}."
             cure = f"Name a base for {wanted}, or remove the other one: `docker image rm`."
             raise ImageError(f"the image was built for {found.platform}", why, cure)
+        return found
 
     def _in_time(self, said: Iterable[Any], seconds: float, what: str) -> Iterator[Any]:
         """Messages until the deadline; the engine ends what nobody listens to any more."""
@@ -217,7 +239,7 @@ def _packed(recipe: Recipe) -> IO[bytes]:
     try:
         packed = tempfile.TemporaryFile(prefix="mgpu-context-")  # noqa: SIM115  the caller closes it
         try:
-            archive.write(recipe.context, packed, ca, recipe.secrets)
+            archive.write(recipe.context, packed, *((ca, recipe.secrets) if recipe.asks else (b"", {})))
             packed.seek(0)  # after what was not written yet
         except BaseException:
             with suppress(OSError):  # it tries to write once more

@@ -17,6 +17,7 @@ LINES = 20  # of a failing step
 _CLASSIC = re.compile(r"Step (\d+)/(\d+) : (.*)")
 _BUILDKIT = re.compile(r"\[(?:\S+ )?(\d+)/(\d+)\] (.*)", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
+_PUSHED = re.compile(r"\S+: digest: (sha256:[0-9a-f]{64}) size: \d+")
 _REPORT_BYTES = 8 << 20  # of one layer, between two events
 
 _SHORTEST = 4  # characters of a line of a secret: to hide every "1" of a build would hide the build
@@ -151,6 +152,8 @@ class Push:
             self.error = str(said.get("error") or said["errorDetail"].get("message", ""))
         self.digest = said.get("aux", {}).get("Digest", self.digest)
         layer, status = str(said.get("id", "")), str(said.get("status", ""))
+        if match := _PUSHED.fullmatch(status):  # an engine with containerd's store says it in words alone
+            self.digest = match[1]
         if status == "Pushing":
             self._pushing(layer, said.get("progressDetail") or {})
         elif status == "Pushed":

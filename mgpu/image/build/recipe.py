@@ -27,13 +27,21 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.secrets or self.ca_file:
-            named = bases.read(self.context.recipe, self.args, self.platform)
-            archive.require_thrown_away(named, self.target, self.context.dockerfile, self.secrets)
+            archive.require_thrown_away(self._named, self.target, self.context.dockerfile, self.secrets)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the Dockerfile, with these arguments, asks for `.build`."""
+        return archive.asks(self._named)
+
+    @property
+    def _named(self) -> bases.Named:
+        return bases.read(self.context.recipe, self.args, self.platform)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: a short call; a whole build; a whole push; and how long an engine may be silent during these two,
+    """Seconds: a short call; a whole build; a whole push or pull; and how long an engine may be silent in these,
     which comes on top of their deadline at worst."""
 
     call_s: float = 60.0

@@ -5,9 +5,9 @@ copy, and images/operator/.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import stat
+import tempfile
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def trainer_context(source: Path | None = None) -> Path:
     """The folder that the trainer's image is built from, in the cache, named by content; made where it is not there.
     `source`: the user's copy of images/trainer/ (default: mgpu's own).
 
-    The same version of mgpu makes the same folder everywhere, content and modes alike. Two processes may do so at once.
+    The same version of mgpu makes the same folder everywhere, content and modes alike. Several may do so at once.
 
     Raises:
         OSError: the cache cannot be written.
@@ -81,26 +81,28 @@ def _folder(name: str, files: dict[str, bytes], programs: set[str]) -> Path:
 
 
 def _write(folder: Path, files: dict[str, bytes], programs: set[str]) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    for name, content in files.items():
-        path = aside / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        path.chmod(0o755 if name in programs else 0o644)
-    for path in (aside, *aside.rglob("*/")):
-        path.chmod(0o755)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        aside.rename(folder)
-    except OSError:  # it is there: another process was faster, or somebody has changed what is in it
-        shutil.rmtree(folder, ignore_errors=True)
+        for name, content in files.items():
+            path = aside / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            path.chmod(0o755 if name in programs else 0o644)
+        for path in (aside, *aside.rglob("*/")):
+            path.chmod(0o755)
+        if folder.is_dir() and _kept(folder) != files:  # somebody has changed what is in it
+            shutil.rmtree(folder, ignore_errors=True)
         _put(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _put(aside: Path, folder: Path) -> None:
     try:
         aside.rename(folder)
-    except OSError:
+    except OSError:  # another one was faster, and may be at work in there
         shutil.rmtree(aside)
         if not folder.is_dir():
             raise

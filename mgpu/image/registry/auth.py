@@ -80,6 +80,11 @@ def of(registry: str, provider: object = None) -> Auth:
     return Renewed(ask)
 
 
+def is_dockers(registry: str) -> bool:
+    """Whether docker's own programs know who this user is for a registry: no provider has to be asked."""
+    return of_registry(registry) is None
+
+
 class Renewed:
     """A login that ends: it is kept until it is about to. Safe to use from any thread."""
 

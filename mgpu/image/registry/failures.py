@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mgpu.errors import ImageError
@@ -19,7 +20,7 @@ _CONNECTING = (errno.ENOENT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
 def refused(reference: Reference, status: int, body: bytes = b"", *, known: bool = True) -> ImageError:
     """A registry's HTTP status. `known`: whether it was told who asks."""
-    why = f"It answered {status}: {_said(body)}" if _said(body) else f"It answered {status}."
+    why = _answered(status, body)
     if status == 401 and not known:
         cure = f"Check the name: many registries say this of one that nobody has. If it is right: {_login(reference)}"
         return ImageError(f"{reference.registry} wants a login for {reference.name}", why, cure)
@@ -34,6 +35,13 @@ def refused(reference: Reference, status: int, body: bytes = b"", *, known: bool
         cure = "Wait some minutes and try again; a login raises most registries' limits."
         return ImageError(f"{reference.registry} refuses: too many requests", why, cure)
     return ImageError(f"{reference.registry} is not well", why, "Try again later; see the registry's status page.")
+
+
+def not_shown(reference: Reference, body: bytes) -> ImageError:
+    """A repository that the registry shows no such login: nobody has it, or another one does."""
+    what = f"{reference.registry} shows this login no {reference.name}"
+    cure = f"Check the name. If it is right, ask its owner for access, or log in as another: {_login(reference)}"
+    return ImageError(what, _answered(401, body), cure)
 
 
 def unknown_repository(reference: Reference, why: str) -> ImageError:
@@ -66,6 +74,12 @@ def no_room(error: OSError) -> ImageError:
         "Make room there, or set TMPDIR to a folder with room for the whole context (.dockerignore makes it smaller)."
     )
     return ImageError(f"no room in {tempfile.gettempdir()} for what the builder is sent", str(error), cure)
+
+
+def no_context(error: OSError, cache: Path) -> ImageError:
+    """What the trainer's image is built from cannot be put into the cache."""
+    cure = f"Make room in {cache} and let this user write there, or set XDG_CACHE_HOME to another folder."
+    return ImageError("what the trainer's image is built from cannot be put together", str(error), cure)
 
 
 def no_engine(error: BaseException, host: str) -> ImageError:
@@ -126,6 +140,10 @@ def _registry_status(said: str) -> int:
 def _login(reference: Reference) -> str:
     found = of_registry(reference.registry)
     return found[1].renew if found else f"Run `docker login {reference.registry}`."
+
+
+def _answered(status: int, body: bytes) -> str:
+    return f"It answered {status}: {_said(body)}" if _said(body) else f"It answered {status}."
 
 
 def _said(body: bytes) -> str:

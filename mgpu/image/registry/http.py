@@ -83,8 +83,11 @@ class Api:
         handler = urllib.request.HTTPSHandler(context=_trust(ca_file))
         self._opener = urllib.request.build_opener(handler, _Proxies())
 
-    def ask(self, method: str, path: str, accept: tuple[str, ...] = ()) -> Answer:
+    def ask(self, method: str, path: str, accept: tuple[str, ...] = (), *, made_by_push: bool = False) -> Answer:
         """The answer to a request for `path`, below the repository.
+
+        `made_by_push`: it may be that nobody has pushed to the repository. A registry that makes one for the first who
+        does (Docker Hub) says 401 until then, also to a good login, as of one that is another's: this is a 404 then.
 
         Raises:
             ImageError: a refusal, or no answer in time.
@@ -97,6 +100,10 @@ class Api:
             self._known = login is not None
             self._authorization = self._introduce(answer, login, end)
             answer = self._patiently(replace(request, authorization=self._authorization), end)
+            if answer.status == 401 and self._known and self._authorization.startswith("Bearer "):
+                if made_by_push:
+                    return replace(answer, status=404)
+                raise failures.not_shown(self._reference, answer.body)  # a login that is wrong gets no token
         if answer.status not in _GOOD:
             raise self._refused(answer)
         return answer

@@ -38,16 +38,23 @@ class ImageManifest:
 
 
 def find(
-    reference: str, auth: Auth = nobody, *, retry: RetryPolicy | None = None, ca_file: Path | None = None
+    reference: str,
+    auth: Auth = nobody,
+    *,
+    retry: RetryPolicy | None = None,
+    ca_file: Path | None = None,
+    made_by_push: bool = False,
 ) -> str | None:
     """The digest behind a reference; None: the registry has no such tag or digest, or no such repository.
+
+    `made_by_push`: it is ours to push to, and a registry that shows our login no such repository may have none yet.
 
     Raises:
         ImageError: the registry refuses, cannot be reached, or answers what no registry does.
     """
     wanted = Reference.parse(reference)
     api = Api(wanted, auth, retry, ca_file)
-    answer = api.ask("HEAD", f"manifests/{wanted.wanted}", _ACCEPT)
+    answer = api.ask("HEAD", f"manifests/{wanted.wanted}", _ACCEPT, made_by_push=made_by_push)
     if answer.status == 404:
         return None
     if "Docker-Content-Digest" not in answer.headers:  # not all registries say it to HEAD

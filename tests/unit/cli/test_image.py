@@ -15,6 +15,7 @@ import pytest
 from fakes import builders
 from fakes import engine as engines
 from fakes.engine import Registry
+from fakes.registries import Said, scripted
 from mgpu_train.agent.machine import procs
 from waiting import until
 
@@ -74,6 +75,16 @@ def test_build_names_what_it_built_and_pushes_nothing(mgpu, at, engine):
     assert again.err.splitlines()[0] == f"  building {built['name']}"
     assert "2/3 COPY code /code" in again.err
     assert "mgpu image push" in again.err
+
+
+def test_inspect_of_an_image_that_should_exist_names_no_build(mgpu, world, monkeypatch):
+    no_engine(monkeypatch, world.folder)
+    with scripted(lambda _: Said(404)) as server:
+        want(world.folder, reference=f"{server.address}/none:1")
+        done = mgpu("image", "inspect")
+    assert done.code == 4
+    assert "Mend image.reference, or push the image first." in done.err
+    assert "mgpu image push" not in done.err
 
 
 def test_build_asks_no_provider_where_images_go(mgpu, at, world):

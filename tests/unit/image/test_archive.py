@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.image.build import archive, bases, context
+from mgpu.image.build import archive, bases, context, docker_engine
 from mgpu.image.build.hashes import Hashes
 from mgpu.image.build.recipe import Recipe
 
-PACKAGES = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\nFROM a\n"
+THROWN = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\n"
+PACKAGES = f"{THROWN}FROM a\n"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ PACKAGES = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\nFROM a\n"
     ],
 )
 def test_only_a_copy_asks(line, expected):
-    assert archive.asks(f"FROM a\n{line}\n".encode()) is expected
+    assert archive.asks(bases.read(f"FROM a\n{line}\n".encode(), {})) is expected
 
 
 def refused(recipe: str, target: str | None = None, secrets: tuple[str, ...] = ("TOKEN",)) -> str:
@@ -172,6 +173,29 @@ def test_a_stage_between_two_carries_on():
     assert not refused(f"{BY_WAY}COPY --from=code /srv/app /o\nFROM a\nCOPY --from=3 /p /x")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "FROM a AS code\nCOPY . .",
+        "FROM a AS code\nWORKDIR app\nCOPY . ./x",
+        "FROM a AS code\nWORKDIR $HOME/app\nCOPY . .",
+        "FROM a AS code\nWORKDIR /srv\nCOPY . $APP",
+        "FROM a AS first\nFROM first AS code\nCOPY . .",
+        "FROM a AS first\nCOPY . .\nFROM a AS code\nCOPY --from=first /workspace /o",
+    ],
+)
+def test_a_folder_that_only_a_base_image_names_may_be_any(code):
+    said = refused(f"{THROWN}{code}\nFROM a\nCOPY --from=code /workspace /workspace\n")
+    assert "`COPY --from=code /workspace /workspace` may take `.build` along" in said
+    assert "by WORKDIR" in said
+
+
+@pytest.mark.parametrize("code", ["FROM scratch AS code\nCOPY . .", "FROM a AS code\nWORKDIR /srv\nCOPY . app"])
+def test_a_folder_that_the_dockerfile_names_is_known(code):
+    whole = f"{THROWN}{code}\nFROM a\nCOPY --from=code /workspace /workspace\n"
+    assert not refused(whole)
+
+
 def test_without_a_way_for_them_nothing_is_in_the_context():
     assert not refused("FROM a\nCOPY . /app")
 
@@ -190,16 +214,30 @@ def test_nothing_that_would_keep_them_can_be_built(given):
     made("COPY . /app")
 
 
+@pytest.mark.parametrize(
+    ("default", "given", "copies", "there"),
+    [(".build", "app", "COPY . /app", []), ("app", ".build", "COPY app /app", [".build/secrets/TOKEN"])],
+)
+def test_an_argument_says_whether_they_are_in_the_context(tmp_path: Path, default, given, copies, there):
+    (tmp_path / "Dockerfile").write_text(f"FROM a AS packages\nARG X={default}\nCOPY $X /b\nFROM a\n{copies}\n")
+    recipe = Recipe(context.scan(tmp_path, "Dockerfile", Hashes()), args={"X": given}, secrets={"TOKEN": "canary"})
+    with docker_engine._packed(recipe) as packed, tarfile.open(fileobj=packed) as tar:
+        assert [name for name in tar.getnames() if name.startswith(".build")] == there
+
+
 def test_certificates_alone_are_named():
     assert refused(f"{PACKAGES}COPY . /app", secrets=()).startswith("image.ca_file would end in the image")
     assert not refused(f"{PACKAGES}COPY .build/secrets/TOKEN /app", secrets=())
 
 
-def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path):
+@pytest.mark.parametrize("path", ["docker/Dockerfile", "linked/Dockerfile"])
+def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path, path: str):
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker/Dockerfile").write_text("FROM a\n")
     (tmp_path / "x").write_text("x")
-    found = context.scan(tmp_path, "docker/Dockerfile", Hashes())
+    (tmp_path / "linked").symlink_to("docker")
+    found = context.scan(tmp_path, path, Hashes())
+    assert found.dockerfile == "docker/Dockerfile"
     pinned = context.BuildContext(found.root, found.dockerfile, b"FROM b@sha256:1\n", found.entries)
     for each, text in ((found, b"FROM a\n"), (pinned, b"FROM b@sha256:1\n")):
         packed = io.BytesIO()
@@ -207,6 +245,6 @@ def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path
         packed.seek(0)
         with tarfile.open(fileobj=packed) as tar:
             members = {member.name: member for member in tar.getmembers()}
-            assert sorted(tar.getnames()) == ["docker", "docker/Dockerfile", "x"]
+            assert sorted(tar.getnames()) == ["docker", "docker/Dockerfile", "linked", "x"]
             assert tar.extractfile("docker/Dockerfile").read() == text
             assert members["docker/Dockerfile"].mode == 0o644

@@ -137,6 +137,31 @@ def test_what_the_engine_lacks_is_the_registrys():
     assert resolve("a", here(), {"a": "1"}.get) == bases.BaseImage("1", pinned=True)
 
 
+UNSURE = bases.BaseImage(DIGEST, pinned=True, unsure=True)
+OTHER = "sha256:" + "e" * 64
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({"a": OTHER}, bases.BaseImage(DIGEST, pinned=False)),  # built here, after somebody has pushed that name
+        ({"a": OTHER, f"docker.io/library/a@{DIGEST}": DIGEST}, bases.BaseImage(OTHER, pinned=True)),  # an old copy
+        ({"a": DIGEST}, bases.BaseImage(DIGEST, pinned=True)),
+    ],
+)
+def test_an_engine_that_gives_its_own_images_digests_keeps_its_own(there, expected):
+    assert resolve("a", {"a": UNSURE}.get, glance=there.get) == expected
+
+
+def test_whether_an_image_is_the_engines_own_is_not_known_without_the_registry():
+    def glance(name: str) -> str:
+        if name == "a":
+            return OTHER
+        raise ImageError("docker.io cannot be reached", "", "")
+
+    assert resolve("a", {"a": UNSURE}.get, glance=glance) == bases.BaseImage(OTHER, pinned=True)
+
+
 def refuses(what: str, cure: str):
     def ask(_: str) -> str:
         raise ImageError(what, "because", cure)

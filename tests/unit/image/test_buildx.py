@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from fakes import trainer
 from fakes.engine import Engine
+from fakes.registries import Asked, Said, scripted
 from waiting import until
 
 from mgpu.errors import ImageError, Interrupted
@@ -27,6 +29,8 @@ from mgpu.image.build.recipe import Limits, Recipe
 
 SECRET = "canary-secret-19c4"
 STEP = {"digest": "d", "name": "[1/1] RUN x", "started": "t"}
+CONFIG, MANIFEST = "sha256:" + "c" * 64, "sha256:" + "d" * 64
+MADE = {"containerimage.config.digest": CONFIG, "containerimage.digest": MANIFEST, "containerimage.descriptor": {}}
 LOG = {"vertex": "d", "data": base64.b64encode(f"token {SECRET}\n".encode()).decode()}
 
 
@@ -40,18 +44,19 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"#!/bin/sh\ncd {tmp_path}\n"
         'if [ "$2" = version ]; then cat version; exit; fi\n'
         'printf "%s\\n" "$@" > argv; env > env; cat > input\n'
-        'for each; do case "$each" in --iidfile=*) echo sha256:made > "${each#*=}";; esac; done\n. ./act\n'
+        'for each; do case "$each" in --metadata-file=*) cat made > "${each#*=}";; esac; done\n. ./act\n'
     )
     program.chmod(0o755)
     (tmp_path / "version").write_text("github.com/docker/buildx v0.13.0 abc\n")
     (tmp_path / "act").write_text("")
+    (tmp_path / "made").write_text(json.dumps(MADE))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     return tmp_path
 
 
 def build(
     docker: Path, limits: Limits | None = None, cancelled: threading.Event | None = None, **recipe: object
-) -> tuple[str, list[Event]]:
+) -> tuple[tuple[str, ...], list[Event]]:
     told = list[Event]()
     wanted = Recipe(context.scan(docker / "context"), **{"secrets": {"TOKEN": SECRET}, **recipe})  # type: ignore[arg-type]
     with (docker / "archive").open("w+b") as packed:
@@ -86,10 +91,15 @@ def test_without_docker_there_is_no_buildx(tmp_path: Path):
     assert buildx.version({"PATH": str(tmp_path)}) == ""
 
 
+def test_a_path_with_a_comma_is_one_field(docker: Path):
+    build(docker, ca_file=Path("/a,b/ca.pem"))
+    assert '--secret=id=mgpu_ca,"src=/a,b/ca.pem"' in (docker / "argv").read_text().splitlines()
+
+
 def test_it_is_called_with_everything_that_counts_and_no_secret(docker: Path):
     says(docker, {"vertexes": [STEP]})
     image, told = build(docker, args={"A": "b c"}, target="t", ca_file=Path("/ca.pem"), network="host")
-    assert (image, told) == ("sha256:made", [ImageStep(1, 1, "RUN x")])
+    assert (image, told) == ((CONFIG, MANIFEST), [ImageStep(1, 1, "RUN x")])
     argv = (docker / "argv").read_text().splitlines()
     assert argv[:3] == ["buildx", "build", "--load"]
     assert argv[-1] == "-"
@@ -99,6 +109,36 @@ def test_it_is_called_with_everything_that_counts_and_no_secret(docker: Path):
     name = next(each for each in argv if each.startswith("--secret=id=TOKEN,env=")).rpartition("=")[2]
     assert f"{name}={SECRET}" in (docker / "env").read_text().splitlines()
     assert (docker / "input").read_bytes() == b"archive"
+
+
+@contextmanager
+def an_engine_with(image: str) -> Iterator[str]:
+    """The address of one that has this image and no other."""
+
+    def script(asked: Asked) -> Said:
+        says: dict[str, object] = {"message": "No such image"}
+        if asked.path.endswith("/version"):
+            says = {"ApiVersion": "1.52", "Os": "linux", "Arch": "amd64"}
+        elif asked.path.endswith(f"/images/{image}/json"):
+            says = {"Id": image, "Os": "linux", "Architecture": "amd64"}
+        return Said(404 if "message" in says else 200, {"Content-Type": "application/json"}, json.dumps(says).encode())
+
+    with scripted(script) as server:
+        yield f"tcp://{server.address}"
+
+
+@pytest.mark.parametrize("known", [CONFIG, MANIFEST], ids=["own", "containerd"])
+def test_what_was_built_is_named_as_the_engine_knows_it(docker: Path, monkeypatch: pytest.MonkeyPatch, known: str):
+    with an_engine_with(known) as host:
+        monkeypatch.setenv("DOCKER_HOST", host)
+        assert DockerEngine().build(Recipe(context.scan(docker / "context"))) == known
+
+
+def test_an_image_that_the_engine_has_by_no_name_is_an_error(docker: Path, monkeypatch: pytest.MonkeyPatch):
+    with an_engine_with("sha256:other") as host:
+        monkeypatch.setenv("DOCKER_HOST", host)
+        with pytest.raises(ImageError, match="the engine does not have it"):
+            DockerEngine().build(Recipe(context.scan(docker / "context")))
 
 
 def test_a_step_that_fails_is_shown_without_the_secret(docker: Path):

@@ -179,3 +179,13 @@ def test_a_push_tells_of_each_layer():
         LayerPushed("cc", "there", 0, 0),
     ]
     assert (stream.digest, stream.states) == ("sha256:1", {"aa": "pushed", "bb": "there", "cc": "there"})
+
+
+def test_an_engine_with_containerds_store_says_the_digest_in_words():
+    stream = Push(lambda _: None)
+    digest = "sha256:" + "d" * 64
+    stream.take({"status": "The push refers to repository [r.example/x]"})
+    stream.take({"id": "aa", "status": "Pushed"})
+    assert stream.digest == ""
+    stream.take({"status": f"mgpu-1: digest: {digest} size: 1234"})
+    assert stream.digest == digest

@@ -23,10 +23,11 @@ from fakes.registries import Asked, Said, certificate, forwarded, scripted, wire
 from waiting import until
 
 from mgpu.errors import ImageError, InputError
-from mgpu.events import Event, ImageStep, LayerPushed, Warned
+from mgpu.events import Event, ImageStep, LayerPushed, Note, Warned
 from mgpu.image import publish
 from mgpu.image.build import context
-from mgpu.image.build.docker_engine import DockerEngine, Pushed
+from mgpu.image.build.bases import BaseImage
+from mgpu.image.build.docker_engine import DockerEngine, Inspected, Pushed
 from mgpu.image.build.recipe import Limits, Recipe
 from mgpu.image.publish import Published, Site
 from mgpu.image.registry import auth
@@ -195,6 +196,78 @@ def test_who_may_not_push_is_told_before_anything_is_built(at: Path, locked_regi
         publish.ensure(spec(locked_registry.address), wrong)
 
 
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for asked in (publish.find, publish.ensure):
+        with pytest.raises(ImageError, match="cannot be put together") as caught:
+            asked(ImageSpec.model_validate({"repository": "127.0.0.1:1/x"}), site(tmp_path, engine=no_engine))
+    assert "XDG_CACHE_HOME" in caught.value.next_step
+    assert str(tmp_path / "file") in caught.value.why
+
+
+def test_a_repository_that_the_first_push_makes_is_pushed_to(tmp_path: Path):
+    """Docker Hub says 401 of it until then, and to a good login, too."""
+    pushed = list[str]()
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+
+    class Pushing(DockerEngine):
+        def __init__(self) -> None: ...
+
+        def build(self, *_: object) -> str:
+            return "sha256:built"
+
+        def tag(self, *_: object) -> None: ...
+
+        def push(self, reference: str, *_: object) -> Pushed:
+            pushed.append(reference)
+            raise ImageError("so far", "", "")
+
+    def script(asked: Asked) -> Said:
+        if asked.path.startswith("/token"):
+            return Said(200, body=b'{"token": "tok"}')
+        return Said(401, {"WWW-Authenticate": f'Bearer realm="http://{server.address}/token"'})
+
+    login = auth.password(USER, PASSWORD)
+    with scripted(script) as server:
+        image, here = spec(server.address, "new"), site(tmp_path, login=lambda _: login, engine=Pushing)
+        assert publish.find(image, here) is None
+        with pytest.raises(ImageError, match="so far"):
+            publish.ensure(image, here)
+        assert pushed == [str(publish.wanted(image, here).name)]
+        with pytest.raises(ImageError, match="shows this login no new"):
+            publish.ensure(ImageSpec(reference=f"{server.address}/new:1"), here)
+
+
+@pytest.mark.parametrize(("engines_id", "built_on"), [("d", "d"), ("c", "e")], ids=["containerd", "own"])
+def test_an_engine_with_containerds_store_keeps_a_base_that_it_has_built(
+    tmp_path: Path, engines_id: str, built_on: str
+):
+    """It knows what was never pushed by a digest, too, which it has for an id."""
+    (tmp_path / "context").mkdir()
+
+    def digest(letter: str) -> str:
+        return f"sha256:{letter * 64}"
+
+    class Having(DockerEngine):
+        def __init__(self) -> None: ...
+
+        def inspect(self, reference: str) -> Inspected:
+            known = f"{reference.removesuffix(':1')}@{digest('d')}"
+            return Inspected(digest(engines_id), "linux/amd64", (known,), (), {})
+
+    def script(asked: Asked) -> Said:
+        there = asked.path.endswith("/manifests/1")
+        return Said(200, {"Docker-Content-Digest": digest("e")}) if there else Said(404)
+
+    with scripted(script) as server:
+        (tmp_path / "context/Dockerfile").write_text(f"FROM {server.address}/base:1\n")
+        meant = publish._Publishing(spec(server.address), site(tmp_path, engine=Having), lambda _: None).wanted()[1]
+        assert meant is not None
+        assert meant.bases == {f"{server.address}/base:1": BaseImage(digest(built_on), pinned=built_on == "e")}
+
+
 def test_an_image_that_exists_is_taken_by_its_digest(at: Path, registry: Registry):
     made = ensure(at, registry.address, "existing")
     name = f"{registry.address}/existing"
@@ -270,6 +343,22 @@ def test_what_was_hashed_is_what_is_built_on(at: Path, engine: engines.Engine, r
     assert read_which(engine, published.reference) == "old"
     assert read_which(engine, published.reference, "/other") == "other-old"
     assert publish.wanted(spec(registry.address), site(at)).name.tag != named.tag
+
+
+def test_a_base_that_only_a_provider_has_a_login_for_is_built_on(
+    at: Path, engine: engines.Engine, locked_registry: Registry, builder: str, monkeypatch: pytest.MonkeyPatch
+):
+    """ECR's, of which docker's configuration knows nothing."""
+    base, password = f"{locked_registry.address}/private-{builder}:1", auth.password(USER, PASSWORD)
+    engine.docker("tag", "base:1", base)
+    DockerEngine().push(base, password)
+    engine.docker("image", "rm", base)
+    monkeypatch.setattr(auth, "is_dockers", lambda _: False)
+    (at / "context/Dockerfile").write_text(f"FROM {base}\nCOPY code /code\n")
+    told = list[Event]()
+    publish.build(spec("127.0.0.1:1"), site(at, login=lambda _: password), told.append)
+    publish.build(spec("127.0.0.1:1"), site(at, login=lambda _: password), told.append)
+    assert len([each for each in told if isinstance(each, Note) and each.text.startswith("pulling the base")]) == 1
 
 
 @pytest.mark.usefixtures("buildkit")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import socket
 import ssl
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -122,8 +123,41 @@ def test_a_registry_that_knows_nobody_is_not_said_to_refuse_a_login():
         name = f"{server.address}/library/pyton:3.12"
         with pytest.raises(ImageError, match="wants a login for library/pyton") as caught:
             registries.find(name)
-        with pytest.raises(ImageError, match="does not accept the login"):
-            registries.find(name, password("me", "old"))
+    assert caught.value.next_step.startswith("Check the name")
+    assert "docker login" in caught.value.next_step
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    """The address of a registry like Docker Hub: every good login gets a token, and 401 for what it may not see."""
+
+    def script(asked: Asked) -> Said:
+        if asked.path.startswith("/token"):
+            good = asked.authorization == Login("me", "pass").basic()
+            return Said(200, body=b'{"token": "tok"}') if good else Said(401)
+        if asked.authorization and asked.path.startswith("/v2/me/there/"):
+            return FOUND if asked.path.endswith("/1") else Said(404)
+        error = ',error="insufficient_scope"' if asked.authorization else ""
+        return Said(401, {"WWW-Authenticate": f'Bearer realm="http://{server.address}/token"{error}'})
+
+    with scripted(script) as server:
+        yield server.address
+
+
+def test_a_repository_that_the_first_push_makes_is_not_there_yet():
+    me, wrong = password("me", "pass"), password("me", "old")
+    with hub() as address:
+        assert registries.find(f"{address}/me/there:1", me, made_by_push=True) == DIGEST
+        assert registries.find(f"{address}/me/there:2", me, made_by_push=True) is None
+        assert registries.find(f"{address}/me/new:1", me, made_by_push=True) is None
+        for login, words in ((wrong, "does not accept the login"), (nobody, "wants a login for me/new")):
+            with pytest.raises(ImageError, match=words):
+                registries.find(f"{address}/me/new:1", login, made_by_push=True)
+
+
+def test_a_repository_that_is_not_shown_is_not_said_to_refuse_a_login():
+    with hub() as address, pytest.raises(ImageError, match="shows this login no me/new") as caught:
+        registries.find(f"{address}/me/new:1", password("me", "pass"))
     assert caught.value.next_step.startswith("Check the name")
     assert "docker login" in caught.value.next_step
 

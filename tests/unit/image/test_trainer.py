@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mgpu_train
@@ -216,6 +218,41 @@ def test_two_processes_may_make_it_at_once(cache: Path):
     (folder,) = folders
     assert content(Path(folder))["Dockerfile"] == DOCKERFILE.encode()
     assert names(cache) == [Path(folder).name]
+
+
+def test_threads_of_one_process_may_make_it_at_once(cache: Path):
+    with ThreadPoolExecutor(4) as pool:
+        (folder,) = set(pool.map(lambda _: shipped.trainer_context(), range(4)))
+    assert content(folder)["Dockerfile"] == DOCKERFILE.encode()
+    assert names(cache) == [folder.name]
+
+
+def test_what_the_first_has_made_stays_under_its_feet(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    made, put = list[int](), shipped._put
+
+    def faster(aside: Path, folder: Path) -> None:
+        shutil.copytree(aside, folder)
+        made.append(folder.joinpath("Dockerfile").stat().st_ino)
+        put(aside, folder)
+
+    monkeypatch.setattr(shipped, "_put", faster)
+    folder = shipped.trainer_context()
+    assert [folder.joinpath("Dockerfile").stat().st_ino] == made
+    assert names(cache) == [folder.name]
+
+
+def test_a_full_disk_keeps_nothing_of_a_context(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.name == "install.sh":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        shipped.trainer_context()
+    assert names(cache) == []
 
 
 def test_who_comes_second_takes_what_the_first_has_made(tmp_path: Path):
