@@ -40,7 +40,7 @@ from mgpu.plan.rank import Rank, Turn
 from mgpu.providers import registry
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
-from mgpu.run.fleet.teardown import Seller, give_back
+from mgpu.run.fleet.teardown import Seller, give_back, names_of
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
@@ -415,6 +415,7 @@ def give_back_fleet(
     Raises what `give_back` raises.
     """
     known = fleet.fleet if fleet else name
+    names = names_of(stack, known)
     give_back(
         stack,
         sellers,
@@ -425,8 +426,16 @@ def give_back_fleet(
         fleet=known,
         region=fleet.region if fleet else "",
     )
-    # earlier runs that kept this fleet: what their records say of it is not true any more
+    try:
+        _kept_no_more(names)
+    except (StackError, OSError) as error:  # the machines are gone, whoever says that they are kept
+        what = error.what if isinstance(error, StackError) else error
+        context.emit(Warned(f"runs that kept this fleet before may say so until its lease is over: {what}"))
+
+
+def _kept_no_more(names: set[str]) -> None:
+    """What records of earlier runs that kept this fleet say of it is not true any more. Raises StackError, OSError."""
     for record in every():
-        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in (stack.fleet, known):
+        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in names:
             record.teardown = "confirmed"
             write(record)

@@ -33,7 +33,9 @@ from mgpu.errors import (
     StackError,
 )
 from mgpu.events import Note, Warned
+from mgpu.iac.engine.project import project_name
 from mgpu.iac.engine.stack import Stack
+from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan.rank import Turn, turns
 from mgpu.providers.base import Provider
@@ -220,7 +222,8 @@ class _Run:
         else:
             record.hard_cap_at, record.spending = 0.0, []
         self.stack = stack_of(record, self._context)
-        record.fleet_name = self.stack.fleet
+        # that of a stack that has none yet: the backend, which would say so, may be what is away
+        record.fleet_name = fleet_name(record.project_name or project_name(self.stack.project), record.stack)
         reuse.let_go(record.run_id)
 
     def _goes_to(self, provider: str) -> None:

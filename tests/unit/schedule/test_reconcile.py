@@ -32,6 +32,7 @@ from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.targets import Result
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
+from mgpu.run.fleet import stack as stacks
 from mgpu.run.lifecycle import attach, down, submit, supervise
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record
@@ -819,6 +820,21 @@ def test_a_kept_fleet_that_vanished_between_decision_and_start_is_no_failure_of_
         assert (states, found.state, found.fleet) == (["queued"], State.QUEUED, None)
         assert found.reason.startswith("waits: a kept fleet that fits")
     assert len(found.spending) == (machines == "any")
+
+
+def test_a_run_leaves_a_kept_fleet_without_that_the_backend_is_asked_for_a_name(nights, kept_fleet, monkeypatch):
+    """It may be what is away, and then the run would fail for it."""
+    run, stack = submitted("--machines", "kept"), stacks.Stack.func
+
+    def away(_stack):
+        raise StackError("the backend s3://team could not be asked for a stack")
+
+    monkeypatch.setattr(stack, "outputs", away)
+    monkeypatch.setattr(stack, "fleet", property(away))
+    assert [each.state for each in nights.works().looked] == ["queued"]
+    found = record.load(run)
+    assert (found.state, found.fleet_name, found.kept_by) == (State.QUEUED, fleet_name("mine", run), "")
+    assert reuse.claimed_by(kept_fleet.fleet["fleet"]) == ""
 
 
 def test_a_run_that_was_put_on_a_kept_fleet_and_left_there_is_gone_on_with(nights, kept_fleet, monkeypatch):
