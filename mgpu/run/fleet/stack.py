@@ -201,7 +201,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         OSError: the intent could not be journalled; nothing was asked for.
     """
     session.check()
-    _require_time(session.record)
+    require_time(session.record)
     left_usd = _require_money(session.record)
     month_usd = _require_months_money(session)
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
@@ -258,10 +258,9 @@ def _remember(session: Session, event: Event) -> None:
             session.save(soon=True)
 
 
-def _require_time(record: Record) -> None:
+def require_time(record: Record) -> None:
     """The hard cap is the run's, whatever becomes of its machines, and so are its max_hours. Raises Stopped."""
-    ends = [at for at in (record.hard_cap_at, record.deadline_at) if at]
-    if ends and min(ends) - time.time() < acquire.ENDING_S:
+    if record.ends_at and record.ends_at - time.time() < acquire.ENDING_S:
         raise Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", "No machine is rented so near to it.")
 
 

@@ -938,6 +938,21 @@ def test_a_machine_that_two_runs_share_is_lost_to_both_and_each_goes_on_elsewher
     assert world.cloud.billed == set()
 
 
+def test_the_hours_of_a_run_that_waits_in_the_queue_again_go_on_and_end_it(nights, shared_fleet):
+    world, run = nights.world, submitted(*SHARES, "--machines", "kept")
+    nights.works()
+    world.cloud.phases |= dict.fromkeys(world.cloud.billed, NodePhase.TERMINATED)
+    world.nodes[0].reachable = False
+    assert [each.state for each in nights.works().looked] == ["queued"]
+    waits = record.load(run)
+    record.write(replace(waits, begun_at=waits.begun_at - HOUR))
+    assert [each.state for each in nights.works(hours=0.1).looked] == ["stopped"]
+    over = record.load(run)
+    assert (over.exit_code, over.teardown, over.attempt) == (8, "confirmed", 1)
+    assert "max_hours" in over.reason
+    assert "up" not in world.calls
+
+
 def test_a_run_that_shared_a_machine_goes_on_on_another_kept_fleet(nights, shared_fleet, monkeypatch):
     world, run, claim = nights.world, submitted(*SHARES), reuse.claim
     nights.works()
