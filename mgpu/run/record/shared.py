@@ -14,11 +14,12 @@ lock, and brings what others ask for.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,7 @@ _LARGEST = 16 << 20  # bytes of a record
 _BROUGHT = "brought"  # in the copy: written when records were brought
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
+_UNSENT_S = 600.0  # after which no submission is under way any more: a backend that is away is not waited for so long
 _TRIES = 3  # to write a record: each has the store's own behind it
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
@@ -62,7 +64,8 @@ class Lost(Exception):
 
 def pull(*, fresh: bool = False) -> None:
     """Brings the copies of all records up to date, but of runs that are supervised here; not where that was done a
-    moment ago, unless they are to be `fresh`. Those of runs that were removed elsewhere go. Raises StackError."""
+    moment ago, unless they are to be `fresh`. Those of runs that were removed elsewhere go, and of submissions that
+    never came there. Raises StackError."""
     if _away:
         return
     here = location.current()
@@ -82,8 +85,36 @@ def pull(*, fresh: bool = False) -> None:
     for path in copies:
         if path.name not in there and not held(Folder(path.name).lock):
             shutil.rmtree(path, ignore_errors=True)
+    _drop_unsent(there)
     _pulled[here.root] = time.monotonic()
     files.replace(here.root / _BROUGHT, b"")
+
+
+def _drop_unsent(there: Collection[str]) -> None:
+    """Removes what submissions have left on this machine that never came into the backend, which has the runs `there`.
+    None of them is under way: it would be newer, or hold the lock. One that comes late is brought from there."""
+    copies = (path for path in runs().glob("*/record.json") if path.parent.name not in there)
+    old = [path for path in copies if not _version(path.parent.name) and time.time() - path.stat().st_ctime > _UNSENT_S]
+    if not old:
+        return
+    with unheld(runs() / ".opening") as over:
+        for path in old if over else ():
+            folder = Folder(path.parent.name)
+            with unheld(folder.lock) as free:
+                if free and not _version(path.parent.name) and _is_queued(path):
+                    shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def _is_queued(record: Path) -> bool:
+    try:
+        return json.loads(record.read_bytes())["state"] == "queued"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def forget(run_id: str) -> None:
+    """What this machine has of a run may be what the backend never got: the next look brings what is there."""
+    (Folder(run_id).root / ".version").unlink(missing_ok=True)
 
 
 def known_s_ago() -> float | None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.gateway import Team
@@ -299,3 +300,44 @@ def test_a_stop_that_did_not_come_into_the_backend_is_sent_by_the_next_superviso
         begun_again()
     with team.on("a"), supervising(RUN):
         assert not Folder(RUN).stop.exists()
+
+
+def never_came(monkeypatch, *, resumed: bool = False) -> None:
+    """A submission whose record does not come into the bucket, and that does not know."""
+    monkeypatch.setattr(
+        FileStore, "replace" if resumed else "put_if_absent", Mock(side_effect=Unavailable("no answer"))
+    )
+    with pytest.raises(StackError), records.opening():
+        records.save(run(state=State.QUEUED))
+
+
+@pytest.mark.parametrize("by", ["its age", "the lock of submissions", "its supervisor", "its state"])
+def test_a_submission_that_never_came_is_dropped_once_it_is_surely_over(team: Team, monkeypatch, by: str):
+    with ExitStack() as busy:
+        with monkeypatch.context() as patched, team.on("a"):
+            never_came(patched)
+        with team.on("a"):
+            if by == "its state":
+                path = Folder(RUN).record
+                path.write_text(path.read_text().replace('"queued"', '"running"'))
+            assert [each.run_id for each in records.every(fresh=True)] == [RUN]
+            if by != "its age":
+                monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
+            if by == "the lock of submissions":
+                busy.enter_context(records.opening())
+            if by == "its supervisor":
+                busy.enter_context(hold(Folder(RUN).lock))
+            assert [each.run_id for each in records.every(fresh=True)] == [RUN]
+            busy.close()
+            monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
+            assert (records.every(fresh=True) == []) is (by != "its state")
+
+
+def test_of_a_resumed_run_whose_submission_never_came_the_backend_has_what_was_before(team: Team, monkeypatch):
+    with team.on("a"):
+        records.save(run(state=State.FAILED, teardown="confirmed"))
+        with monkeypatch.context() as patched:
+            never_came(patched, resumed=True)
+        assert records.load(RUN).state is State.QUEUED
+        shared.forget(RUN)
+        assert records.find(RUN).state is State.FAILED
