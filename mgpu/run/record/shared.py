@@ -82,6 +82,7 @@ def pull(*, fresh: bool = False) -> None:
         changed = [run for run, version in there.items() if _version(run) != version and not held(Folder(run).lock)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             list(pool.map(lambda run: _bring(store, run), changed))
+        _send_stops(store)
     for path in copies:
         if path.name not in there and not held(Folder(path.name).lock):
             shutil.rmtree(path, ignore_errors=True)
@@ -101,15 +102,17 @@ def _drop_unsent(there: Collection[str]) -> None:
         for path in old if over else ():
             folder = Folder(path.parent.name)
             with unheld(folder.lock) as free:
-                if free and not _version(path.parent.name) and _is_queued(path):
+                if free and not _version(path.parent.name) and _said(path).get("state") == "queued":
                     shutil.rmtree(folder.root, ignore_errors=True)
 
 
-def _is_queued(record: Path) -> bool:
+def _said(record: Path) -> Mapping[str, Any]:
+    """A record's fields as they are here; none of one that cannot be read."""
     try:
-        return json.loads(record.read_bytes())["state"] == "queued"
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+        whole = json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return whole if isinstance(whole, dict) else {}
 
 
 def forget(run_id: str) -> None:
@@ -164,6 +167,7 @@ def unsettled() -> list[str] | None:
         there = [key.removeprefix(_UNSETTLED) for key in keys]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             whole = list(pool.map(lambda run: held(Folder(run).lock) or _bring(store, run), there))
+        _send_stops(store)
     return [run for run, is_there in zip(there, whole, strict=True) if is_there]
 
 
@@ -406,6 +410,7 @@ class LockRenewal:
             self._thread.join()
         if not self._lost:
             with suppress(StoreError, StackError):
+                _send_stop_of(self._store, self._run_id)
                 files.send(self._run_id)
             with suppress(StoreError):
                 self._grip.release()
@@ -428,6 +433,7 @@ class LockRenewal:
                 return False
             self._renewed = began
         self.look_for_stop()
+        _send_stop_of(self._store, self._run_id)
         if self._clock() - self._sent >= _SEND_EVERY_S:
             self._sent = self._clock()
             files.send(self._run_id)
@@ -438,11 +444,9 @@ class LockRenewal:
         Another machine may have begun the run again since. Raises StoreError."""
         stop = Folder(self._run_id).stop
         self.look_for_stop()
-        if stop.exists() and self._store.stat(f"{_STOPS}{self._run_id}") is None:
-            if stop.read_bytes() == _NOT_SENT:
-                _send_stop(self._store, self._run_id)
-            else:
-                stop.unlink(missing_ok=True)
+        _send_stop_of(self._store, self._run_id)
+        if stop.exists() and stop.read_bytes() != _NOT_SENT and self._store.stat(f"{_STOPS}{self._run_id}") is None:
+            stop.unlink(missing_ok=True)
 
     def look_for_stop(self) -> None:
         """Writes down here what another machine has asked for. Raises StoreError."""
@@ -506,12 +510,22 @@ _NOT_SENT = b"asked for on this machine\n"  # in its file, until a bucket has it
 
 
 def ask_to_stop(run_id: str) -> None:
-    """Asks whoever supervises the run to end it, on whichever machine. Raises StackError."""
+    """Asks whoever supervises the run to end it, on whichever machine. Raises StackError: it is asked for here, and
+    whichever command reaches the backend from here next says so there."""
     here = location.current()
     ask_here_to_stop(run_id)
-    if here.shared is not None:
+    if here.shared is None:
+        return
+    try:
         with here.asking("written"):
             _send_stop(here.shared, run_id)
+    except StackError as error:
+        raise StackError(
+            f"run {run_id}: no other machine knows yet that it is to end",
+            f"{error.what}: {error.why}",
+            "A supervisor on this machine ends it all the same. All others hear it by the next command on this machine "
+            f"that reaches the backend: `mgpu stop {run_id}` waits for the end, too.",
+        ) from error
 
 
 def ask_here_to_stop(run_id: str) -> None:
@@ -525,6 +539,29 @@ def _send_stop(store: Store, run_id: str) -> None:
     store.put(f"{_STOPS}{run_id}", b"")
     with suppress(FileNotFoundError):  # the run has ended meanwhile, and was begun again
         os.truncate(Folder(run_id).stop, 0)
+
+
+def _send_stops(store: Store) -> None:
+    """What was asked for on this machine while the bucket was away, also of runs that another one supervises."""
+    from mgpu_train.store import StoreError
+
+    for stop in runs().glob("*/stop"):
+        with suppress(StoreError):  # the next look tries again
+            _send_stop_of(store, stop.parent.name)
+
+
+def _send_stop_of(store: Store, run_id: str) -> None:
+    """Sends what was asked for here and did not come into the bucket. For a run that is over it is none any more, nor
+    for one that was submitted again since. Raises StoreError."""
+    folder = Folder(run_id)
+    with suppress(FileNotFoundError):  # withdrawn a moment ago, or there is none
+        if folder.stop.read_bytes() != _NOT_SENT:
+            return
+        known = _said(folder.record)
+        if known.get("submitted_at", 0.0) > folder.stop.stat().st_mtime:
+            folder.stop.unlink()
+        elif known and known.get("ended_at") is None:
+            _send_stop(store, run_id)
 
 
 def withdraw_stop(run_id: str) -> None:

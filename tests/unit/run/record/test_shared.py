@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -300,6 +301,49 @@ def test_a_stop_that_did_not_come_into_the_backend_is_sent_by_the_next_superviso
         begun_again()
     with team.on("a"), supervising(RUN):
         assert not Folder(RUN).stop.exists()
+
+
+def asked_in_vain(monkeypatch) -> None:
+    """The request does not come into the bucket."""
+    with monkeypatch.context() as patched:
+        patched.setattr(FileStore, "put", Mock(side_effect=Unavailable("no answer")))
+        with pytest.raises(StackError) as told:
+            shared.ask_to_stop(RUN)
+    assert "no other machine knows yet that it is to end" in told.value.what
+    assert "no answer" in told.value.why
+    assert "next command on this machine" in told.value.next_step
+
+
+@pytest.mark.parametrize("look", [lambda: shared.pull(fresh=True), shared.unsettled])
+def test_a_stop_that_did_not_come_is_sent_by_the_next_look_for_a_supervisor_elsewhere(team: Team, monkeypatch, look):
+    with team.on("b"):
+        records.save(run(state=State.RUNNING))
+    with team.on("a"):
+        asked_in_vain(monkeypatch)
+    with team.on("b"), supervising(RUN):
+        assert not Folder(RUN).stop.exists()
+        with team.on("a"):
+            with monkeypatch.context() as patched:
+                patched.setattr(FileStore, "put", Mock(side_effect=Unavailable("no answer")))
+                look()  # and fails not for it
+            look()
+        with team.on("b"):
+            shared._renewals[RUN].look_for_stop()
+            assert Folder(RUN).stop.exists()
+
+
+@pytest.mark.parametrize("over", [{"state": State.FAILED, "ended_at": 9.0}, {"submitted_at": time.time() + 99}])
+def test_a_stop_that_comes_too_late_is_not_sent(team: Team, monkeypatch, over: dict[str, Any]):
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        asked_in_vain(monkeypatch)
+    with team.on("b"):
+        records.write(replace(records.load(RUN), **over))
+    with team.on("a"):
+        shared.pull()
+        with supervising(RUN):
+            assert location.current().shared.stat(f"stops/{RUN}") is None
+            assert Folder(RUN).stop.exists() is ("ended_at" in over)
 
 
 def never_came(monkeypatch, *, resumed: bool = False) -> None:
