@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -14,6 +17,7 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire, paths
 from mgpu.acquire import search
+from mgpu.backend import location
 from mgpu.errors import (
     AuthError,
     HostKeyMismatch,
@@ -22,16 +26,17 @@ from mgpu.errors import (
     PermissionDenied,
     QuotaExceeded,
     RateLimited,
+    StackError,
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Event, ignore
-from mgpu.iac import failures, plugin, tokens
+from mgpu.events import Event, Warned, ignore
+from mgpu.iac import environment, failures, plugin, tokens
 from mgpu.iac.engine.event_log import EngineLog
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.protocol.handler import Call, Handler, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
-from mgpu.iac.types import contact, fleet, generations, sweep
+from mgpu.iac.types import contact, fleet, generations, searches, sweep
 from mgpu.iac.types.fleet_model import FleetInputs, Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
@@ -242,11 +247,16 @@ def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, 
     assert not any("z8" in each for each in made["offersConsidered"])
 
 
-def test_the_fleet_is_asked_for_by_the_tokens_of_the_runs_next_search(here, wire, fake, tmp_path, monkeypatch):
-    """From the run to the plugin, by its environment."""
+@pytest.mark.parametrize(("own", "counted"), [(True, 0), (True, 2), (False, 2)])
+def test_the_fleet_is_asked_for_by_the_tokens_of_the_next_search(
+    here, wire, fake, tmp_path, monkeypatch, own: bool, counted: int
+):
+    """From the run to the plugin, by its environment; of a stack of the user's the backend has counted them."""
     told, known = dict[str, str](), dict[str, Handler]()
+    searches.end("o", "dev", ignore)
 
     def operate(stack, *_, more, **__):
+        told.update({name: value for name, value in stack._environment().items() if name == environment.SEARCHES})
         told.update(more)
         return EngineLog(0, ignore)
 
@@ -257,16 +267,66 @@ def test_the_fleet_is_asked_for_by_the_tokens_of_the_runs_next_search(here, wire
     for name in ("_make_way", "_clear"):
         monkeypatch.setattr(Stack, name, lambda _: None)
     monkeypatch.setattr(Stack, "_operate", operate)
-    Stack(tmp_path, "it", tmp_path / "mgpu.yaml", log_dir=tmp_path, emit=ignore, timeouts=Timeouts()).up(searches=2)
+    more = {"log_dir": tmp_path, "emit": ignore, "timeouts": Timeouts(), "own_config": own}
+    (tmp_path / "Pulumi.yaml").write_text("name: mgpu\nruntime: python\n")
+    stack = Stack(tmp_path, "it", tmp_path / "mgpu.yaml", **more)
+    stack._engine = SimpleNamespace(path=())
+    stack.up(searches=counted)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(plugin, "Servicer", end)
     with pytest.raises(SystemExit):
         plugin.main()
     call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
-    _, made = known[FLEET].create(call, wire.inputs(here, WANTED))
+    _, made = known[FLEET].create(call, wire.inputs(here, WANTED | {"owner": "o"}))
     offer = Offer.model_validate(made["offer"])
-    assert [*fake.gangs] == [create_token(made["owner"], made["name"], 1, offer, 0, searches=2)]
+    assert [*fake.gangs] == [create_token("o", "dev", 1, offer, 0, searches=counted if own else 1)]
+
+
+def test_pulumi_up_on_fresh_machines_is_not_answered_as_an_earlier_one_was(here, wire, fake, tmp_path, monkeypatch):
+    """As in CI, at a provider that answers a token that it knows as it did then."""
+    answers, rents, machines = dict[str, bool](), fake.create, itertools.count()
+    handler, inputs = fleet.FleetHandler(Timeouts(), ended_searches=None), wire.inputs(here, WANTED)
+    sold_out = True
+
+    def create(request, offer, token):
+        if answers.setdefault(token, sold_out):
+            raise NoCapacity("no capacity", scope="offer")
+        return rents(request, offer, token)
+
+    def fresh() -> Call:
+        return Call(here, Settings(tmp_path / str(next(machines)), "o"), ignore, threading.Event(), False)
+
+    monkeypatch.setattr(fake, "create", create)
+    with pytest.raises(NoCapacity):
+        handler.create(fresh(), inputs)
+    sold_out = False
+    name, made = handler.create(fresh(), inputs)
+    _, again = handler.create(fresh(), inputs)  # it was cut off before it was in state
+    assert again["handle"] == made["handle"]
+    handler.delete(fresh(), name, made)
+    assert fake.running == set()
+    _, anew = handler.create(fresh(), inputs)
+    assert len(fake.running) == WANTED["nodes"]
+    assert len(fake.gangs) == 2, "no token of a fleet that is gone was asked by"
+    fake.phases |= dict.fromkeys(fake.running, NodePhase.TERMINATED)
+    assert handler.read(fresh(), name, anew, inputs) is None
+    handler.create(fresh(), inputs)
+    assert len(fake.gangs) == 3
+
+
+def test_a_backend_that_is_away_or_not_mgpus_ends_no_search(here, wire, fake, tmp_path, monkeypatch):
+    handler, said = fleet.FleetHandler(Timeouts(), ended_searches=None), list[Event]()
+    call = Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), False)
+    monkeypatch.setenv(location.VARIABLE, "azblob://theirs")
+    name, made = handler.create(call, wire.inputs(here, WANTED))
+    handler.delete(call, name, made)
+    assert not [each for each in said if isinstance(each, Warned)]
+    monkeypatch.setattr(searches.objects, "read", Mock(side_effect=StackError("no answer")))
+    monkeypatch.setattr(searches.objects, "change", Mock(side_effect=StackError("no answer")))
+    name, made = handler.create(call, wire.inputs(here, WANTED))
+    handler.delete(call, name, made)
+    assert ["no answer" in each.text for each in said if isinstance(each, Warned)] == [True, True]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

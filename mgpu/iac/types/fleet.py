@@ -43,7 +43,7 @@ from mgpu.errors import (
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
-from mgpu.iac.types import fleet_check, generations
+from mgpu.iac.types import fleet_check, generations, searches
 from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought, full_options
 from mgpu.iac.types.sweep import sweep
 from mgpu.journal import Journal
@@ -76,10 +76,11 @@ class FleetHandler:
         hard_cap_at: float = 0.0,
         max_usd: float = 0.0,
         ranked_up_to: Sequence[float] = (),
-        searches: int = 0,
+        ended_searches: int | None = 0,
     ) -> None:
+        """See `mgpu.iac.plugin.Handlers`."""
         self._timeouts, self._hard_cap_at, self._max_usd = timeouts, hard_cap_at, max_usd
-        self._ranked_up_to, self._searches = ranked_up_to, searches
+        self._ranked_up_to, self._known_searches = ranked_up_to, ended_searches
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once, and fills in every default."""
@@ -113,6 +114,15 @@ class FleetHandler:
         create or repair that was cut off has made, perhaps on another machine, may be what is missing now, or be of an
         offer that is left out by now. Whoever hears of the refusal asks another provider, or waits; it stays one where
         the provider cannot be asked what is there, and this machine has asked for nothing else."""
+        try:
+            return self._or_swept_once(call, provider, wanted, rent, keep)
+        except REFUSED:
+            self._end_search(call, wanted.owner, wanted.name)
+            raise
+
+    def _or_swept_once(
+        self, call: Call, provider: Provider, wanted: FleetInputs, rent: Callable[[], _T], keep: Sequence[str]
+    ) -> _T:
         try:
             return rent()
         except REFUSED as refusal:
@@ -159,6 +169,7 @@ class FleetHandler:
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
             generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
+            self._end_search(call, fleet.owner, fleet.name)
             return None
         seen = fleet.seen(fleet.handle, state)
         return ReadResult(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
@@ -192,6 +203,7 @@ class FleetHandler:
         fleet = FleetOutputs.model_validate(old)
         acquire.destroy(fleet.rented_from(), fleet.handle, timeouts=self._timeouts, emit=call.emit)
         generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
+        self._end_search(call, fleet.owner, fleet.name)
 
     def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
         """Ends the machines of the ranks from `nodes` on; machines lost among them are ended too, which is harmless."""
@@ -280,7 +292,7 @@ class FleetHandler:
 
     def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
-        terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._searches
+        terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._ended_searches(call, wanted)
         if isinstance(provider, Rekeys):
             from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
 
@@ -288,6 +300,14 @@ class FleetHandler:
             timeouts = acquire.limits(self._timeouts, provider, wanted.requirements())
             terms["meet"] = Contact(provider, key, timeouts, emit=call.emit, cancelled=call.cancelled).meet
         return terms
+
+    def _ended_searches(self, call: Call, wanted: FleetInputs) -> int:
+        known = self._known_searches
+        return searches.ended(wanted.owner, wanted.name, call.emit) if known is None else known
+
+    def _end_search(self, call: Call, owner: str, fleet: str) -> None:
+        if self._known_searches is None:
+            searches.end(owner, fleet, call.emit)
 
 
 def _time_left(name: str, hard_cap_at: float) -> float:

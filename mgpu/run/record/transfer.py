@@ -24,7 +24,7 @@ from mgpu.run.record.record import ids, load, supervised
 
 _LARGEST = 1 << 30  # bytes of an object
 _SCHEDULES, _SUBMISSIONS = "schedules/", "submissions/"
-_ALONE = ("limits.json", "removed.json")
+_ALONE = ("limits.json", "removed.json", "searches.json")
 _NOT_MOVED = ("lock", "ssh_config", "known_hosts")  # of a run's folder: they are this machine's
 
 
