@@ -18,8 +18,10 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 from mgpu import acquire, paths
 from mgpu.acquire import search
 from mgpu.backend import location
+from mgpu.context import Context
 from mgpu.errors import (
     AuthError,
+    Conflict,
     HostKeyMismatch,
     NoCapacity,
     NoOffer,
@@ -53,6 +55,8 @@ from mgpu.providers.base import (
     ProxyCommand,
     create_token,
 )
+from mgpu.run.fleet.stack import open_stack
+from mgpu.spec.provider import installed
 
 FLEET = tokens.FLEET
 WANTED = {
@@ -313,6 +317,47 @@ def test_pulumi_up_on_fresh_machines_is_not_answered_as_an_earlier_one_was(here,
     assert handler.read(fresh(), name, anew, inputs) is None
     handler.create(fresh(), inputs)
     assert len(fake.gangs) == 3
+
+
+def test_all_searches_of_one_create_have_one_budget_and_the_engine_waits_for_it(
+    here, wire, fake, tmp_path, monkeypatch
+):
+    """Machines are in its way, and it looks for more where nothing is to be had: it begins four times."""
+    untils, patience, limits, acquires = list[float](), list[float](), list[float](), acquire.acquire
+
+    def searched(*given, until, **terms):
+        untils.append(until)
+        if len(untils) % 2:
+            raise Conflict("machines are in the way", scope="offer")
+        if len(untils) == 2:
+            raise NoCapacity("no capacity", scope="offer")
+        return acquires(*given, until=until, clock=lambda: clock.now, **terms)
+
+    def asked(ask, limit_s, *_):
+        patience.append(limit_s)
+        clock.now += 300
+        return ask()
+
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(fleet.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(acquire, "acquire", searched)
+    monkeypatch.setattr(acquire, "patiently", asked)
+    monkeypatch.setattr(fleet, "sweep", lambda *_, **__: True)
+    times = Timeouts(listing_s=30)
+    call = Call(here, Settings(tmp_path, "o"), ignore, threading.Event(), False)
+    fleet.FleetHandler(times).create(call, wire.inputs(here, WANTED))
+    assert untils == [1000 + 30 + 600 + 300] * 4
+    assert patience == [600, acquire.LOOKED_S, 930 - 600], "offers, machines, and offers again"
+
+    for name in ("_make_way", "_clear"):
+        monkeypatch.setattr(Stack, name, lambda _: None)
+    monkeypatch.setattr(Stack, "_operate", lambda *_, limit_s, **__: limits.append(limit_s) or EngineLog(0, ignore))
+    Stack(tmp_path, "it", tmp_path / "mgpu.yaml", log_dir=tmp_path, emit=ignore, timeouts=times).up()
+    assert limits == [930 + 30 + 300 + acquire.LOOKED_S + 300], "and for the ends that may follow"
+    able = installed().found["aws"].capabilities
+    open_stack(tmp_path, "it", tmp_path / "mgpu.yaml", tmp_path, Context(ignore, Timeouts()), sellers={"aws": {}}).up()
+    assert able.listing_lag_s > 0
+    assert limits[1] >= 2 * able.boot_s + 3 * max(300, able.end_s) + 2 * able.listing_lag_s
 
 
 def test_a_backend_that_is_away_or_not_mgpus_ends_no_search(here, wire, fake, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ import yaml
 from mgpu_train.agent.machine.procs import Process
 from mgpu_train.timeouts import Timeouts
 
+from mgpu import acquire
 from mgpu.backend import location, settings
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Event, Note
@@ -139,7 +140,7 @@ class Stack:
         """
         self._make_way()
         self._clear()
-        limit_s = self._timeouts.provision_s + self._timeouts.destroy_s
+        limit_s = acquire.operation_s(self._timeouts)
         known = {
             HARD_CAP: repr(hard_cap_at) if hard_cap_at else "",
             IMAGE: image,

@@ -18,6 +18,7 @@ lost, or no machine can be replaced alone (`repairs_single_nodes`), the whole fl
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,9 +62,6 @@ _REPLACES = (
 _BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
 
 
-_LOOKED_S = 60.0  # for machines that a refused search may be in want of, while the provider does not answer
-
-
 class FleetHandler:
     """Handles Fleet. The id is `<provider>/<name>`."""
 
@@ -104,7 +102,8 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
-        made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted))
+        terms = self._terms(call, provider, wanted, self._hard_cap_at)
+        made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted, terms))
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
 
     def _or_swept(
@@ -128,7 +127,7 @@ class FleetHandler:
         except REFUSED as refusal:
             look = partial(sweep, call, provider, wanted.owner, wanted.name, self._timeouts, keep=keep)
             try:
-                if not acquire.patiently(look, _LOOKED_S, call.cancelled.wait, call.emit):
+                if not acquire.patiently(look, acquire.LOOKED_S, call.cancelled.wait, call.emit):
                     raise
             except (AuthError, PermissionDenied, RateLimited, Transient) as error:
                 if generations.begun(call.settings.state_dir, wanted.owner, wanted.name):
@@ -137,10 +136,9 @@ class FleetHandler:
                 raise refusal from error
         return rent()
 
-    def _rented(self, call: Call, provider: Provider, wanted: FleetInputs) -> tuple[Acquired, Plan]:
-        plan = self._planned(call, provider, wanted)
+    def _rented(self, call: Call, provider: Provider, wanted: FleetInputs, terms: Terms) -> tuple[Acquired, Plan]:
+        plan = self._planned(call, provider, wanted, terms)
         cap_s = self._cap_s(wanted)
-        terms = self._terms(call, provider, wanted, self._hard_cap_at)
         terms["max_usd"] = self._max_usd
 
         def rent(generation: int, journal: Journal) -> Acquired:
@@ -149,8 +147,8 @@ class FleetHandler:
 
         return self._search(call, provider, wanted, rent), plan
 
-    def _planned(self, call: Call, provider: Provider, wanted: FleetInputs) -> Plan:
-        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+    def _planned(self, call: Call, provider: Provider, wanted: FleetInputs, terms: Terms) -> Plan:
+        plan = _plan(provider, wanted, _on_sale(call, provider, wanted.requirements(), terms))
         return rank.up_to(plan, rank.Rank.of(self._ranked_up_to)) if self._ranked_up_to else plan
 
     def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
@@ -227,7 +225,7 @@ class FleetHandler:
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
         def rented() -> Acquired:
-            plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
+            plan = _plan_like(fleet, needed, _on_sale(call, provider, needed, terms))
 
             def rent(generation: int, journal: Journal) -> Acquired:
                 request = wanted.request(generation, left_s)
@@ -247,7 +245,7 @@ class FleetHandler:
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
         def rented() -> tuple[Acquired, Plan]:
-            plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+            plan = _plan(provider, wanted, _on_sale(call, provider, wanted.requirements(), terms))
 
             def rent(generation: int, journal: Journal) -> Acquired:
                 return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
@@ -256,12 +254,6 @@ class FleetHandler:
 
         made, plan = self._or_swept(call, provider, wanted, rented)
         return bought(wanted, made, plan.offers, time.time())
-
-    def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
-        """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
-        return acquire.patiently(
-            lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled.wait, call.emit
-        )
 
     def _cap_s(self, wanted: FleetInputs) -> float:
         """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""
@@ -291,14 +283,16 @@ class FleetHandler:
         return under_the_next()
 
     def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
+        """Those of one create or repair, made once: its time runs from here, however often it begins to search."""
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
         terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._ended_searches(call, wanted)
+        limits = acquire.limits(self._timeouts, provider, wanted.requirements())
+        terms["until"] = time.monotonic() + acquire.search_s(limits, provider.queue_s())
         if isinstance(provider, Rekeys):
             from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
 
             key = Path(wanted.ssh_private_key_file).expanduser()
-            timeouts = acquire.limits(self._timeouts, provider, wanted.requirements())
-            terms["meet"] = Contact(provider, key, timeouts, emit=call.emit, cancelled=call.cancelled).meet
+            terms["meet"] = Contact(provider, key, limits, emit=call.emit, cancelled=call.cancelled).meet
         return terms
 
     def _ended_searches(self, call: Call, wanted: FleetInputs) -> int:
@@ -320,6 +314,13 @@ def _time_left(name: str, hard_cap_at: float) -> float:
         f"{max(0, left_s):.0f} s are left, and the hard cap is fixed when a fleet is made.",
         "Run `pulumi destroy`, then `pulumi up` for a new fleet.",
     )
+
+
+def _on_sale(call: Call, provider: Provider, needed: Requirements, terms: Terms) -> tuple[Offer, ...]:
+    """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
+    left_s = max(0.0, terms.get("until", math.inf) - time.monotonic())
+    patience_s = min(terms["timeouts"].provision_s, left_s)
+    return acquire.patiently(lambda: provider.offers(needed).offers, patience_s, call.cancelled.wait, call.emit)
 
 
 def _plan(provider: Provider, wanted: FleetInputs, offers: tuple[Offer, ...]) -> Plan:

@@ -122,8 +122,9 @@ def _engine_limits(timeouts: Timeouts, sellers: Mapping[str, Mapping[str, str]] 
     """The deadlines of an engine whose machines may be slow to come and to go."""
     found = installed().found
     able = [entry.capabilities for name, entry in found.items() if sellers is None or name in sellers]
-    slowest_s, longest_s = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s"))
-    limits = timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
+    slowest = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s", "listing_lag_s"))
+    boot_s, end_s, lag_s = slowest
+    limits = timeouts.at_least(provision_s=acquire.GANGS * boot_s, destroy_s=end_s, listing_s=lag_s)
     known = [(found[name].options, options) for name, options in (sellers or {}).items() if name in found]
     queue_s = max((kind.of(options).queue_s() for kind, options in known), default=0.0)
     return limits.model_copy(update={"provision_s": limits.provision_s + acquire.GANGS * queue_s})
