@@ -32,11 +32,14 @@ from mgpu.acquire.pauses import patiently as patiently
 from mgpu.acquire.search import Search
 from mgpu.acquire.terms import ENDING_S as ENDING_S
 from mgpu.acquire.terms import GANGS as GANGS
+from mgpu.acquire.terms import LOOKED_S as LOOKED_S
 from mgpu.acquire.terms import Acquired as Acquired
 from mgpu.acquire.terms import Lost as Lost
 from mgpu.acquire.terms import Meet as Meet
 from mgpu.acquire.terms import Terms as Terms
 from mgpu.acquire.terms import limits as limits
+from mgpu.acquire.terms import operation_s as operation_s
+from mgpu.acquire.terms import search_s as search_s
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import FleetRequest, Handle, Intent, Provider
@@ -51,7 +54,7 @@ def acquire(
 
     Raises:
         NoOffer, NoCapacity, QuotaExceeded, BidTooLow: nothing was granted; `why` tells what was tried.
-        Transient: not every node was ready within `provision_s`; what was made has been ended.
+        Transient: not every node was ready within `provision_s`, or by `until`; what was made has been ended.
         Interrupted: `cancelled` was set; what was made has been ended.
         TeardownIncomplete: something was made that could not be ended.
         HostKeyMismatch: a node shows a host key that is not its own; what was made has been ended.

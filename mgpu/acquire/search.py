@@ -78,6 +78,7 @@ class Search:
     hard_cap_at: float = 0.0
     max_usd: float = 0.0
     searches: int = 0
+    until: float = math.inf  # by the clock: no deadline is later
     deadline: float = 0.0
     begun: float = 0.0  # by the clock
 
@@ -98,7 +99,7 @@ class Search:
         raise self.refusals.verdict(self.request.fleet)
 
     def _allow(self, seconds: float) -> None:
-        self.deadline = self.clock() + min(seconds, self._left_s() - ENDING_S)
+        self.deadline = min(self.until, self.clock() + min(seconds, self._left_s() - ENDING_S))
 
     def _intents(self, offers: Sequence[Offer]) -> Iterator[Intent]:
         yield from [begun.intent for begun in self.earlier.values()]
@@ -317,7 +318,7 @@ class Search:
             )
         # late listings, and machines that end slowly, leave the next ones as much time
         longer = self.deadline + self.clock() - begun
-        self.deadline = min(longer, self.clock() + self._left_s() - ENDING_S)
+        self.deadline = min(self.until, longer, self.clock() + self._left_s() - ENDING_S)
         return handle is not None
 
     def _left_behind(self, intent: Intent) -> Handle | None:

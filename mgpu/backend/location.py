@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,15 +89,57 @@ class Backend:
 
     @contextmanager
     def asking(self, what: str) -> Iterator[None]:
-        """Raises StackError for a StoreError of the block, but NotFound; `what` was to be done with the backend."""
+        """Raises StackError for a StoreError of the block, but NotFound; `what` was to be done with the backend. A
+        bucket that is silent is told (`tell_of_waits`)."""
         from mgpu_train.store import NotFound, StoreError
 
         try:
-            yield
+            with nullcontext() if self.folder else _told_of_silence(self.address, what):
+                yield
         except NotFound:
             raise
         except StoreError as error:
             raise StackError(f"the backend {self.address} could not be {what}", str(error)) from error
+
+
+_SILENCE_S = 5.0  # of a bucket, after which it is said
+_SAID_EVERY_S = 60.0
+_tell: Callable[[str], None] | None = None  # who says it
+_said_at = float("-inf")
+
+
+def tell_of_waits(how: Callable[[str], None]) -> None:
+    """From here on `how` is told, from another thread, when this program's main thread has waited for a bucket for some
+    seconds; once a minute at most."""
+    global _tell
+    _tell = how
+
+
+@contextmanager
+def _told_of_silence(address: str, what: str) -> Iterator[None]:
+    if _tell is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    timer = threading.Timer(_SILENCE_S, _say_silence, (_tell, address, what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_silence(tell: Callable[[str], None], address: str, what: str) -> None:
+    global _said_at
+    from mgpu_train.timeouts import Timeouts
+
+    if time.monotonic() - _said_at < _SAID_EVERY_S:
+        return
+    _said_at = time.monotonic()
+    times = Timeouts()  # type: ignore[call-arg]
+    # failing requests are repeated for `store_retry_s`, and the last round of them may take as long, and a read's time
+    most_s = 2 * times.store_retry_s + times.store_connect_s + times.store_read_s
+    tell(f"the backend {address} is still being {what}; no request waits longer than {most_s:.0f} s for an answer")
 
 
 _stores: dict[tuple[Any, ...], Store] = {}  # by address and what opens it

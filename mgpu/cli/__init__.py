@@ -82,6 +82,9 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """As click's, but whoever reads standard output may stop: `mgpu logs | head -1`. What a command has failed with
         stays its exit code, wherever its result went."""
+        from mgpu.backend import location
+
+        location.tell_of_waits(_say)
         result = None
         try:
             result = super().invoke(ctx)
@@ -105,6 +108,13 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "-V", "--version", prog_name="mgpu")
 def cli() -> None:
     """Rent multi-GPU machines, train on them, keep the checkpoints, give every machine back."""
+
+
+def _say(text: str) -> None:
+    """On stderr, whatever the command prints its result as."""
+    from mgpu.console import Console
+
+    Console().say(text, "dim")
 
 
 def _unread() -> NoReturn:

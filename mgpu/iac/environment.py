@@ -38,7 +38,7 @@ those of another provider follow there."""
 
 SEARCHES = "MGPU_SEARCHES"
 """Tells the plugin how many searches for the machines of the run that wants a fleet have come to their end before: the
-next one asks by other tokens, on whichever machine."""
+next one asks by other tokens, on whichever machine. Of a stack of the user's it is not told: the backend counts."""
 
 IMAGE = "MGPU_IMAGE"
 """Tells the plugin which image the run that wants a fleet has settled on, repository@sha256:...: no other is built."""

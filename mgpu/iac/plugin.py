@@ -31,11 +31,12 @@ class Handlers(Mapping[str, Handler]):
         image: str = "",
         max_usd: float = 0.0,
         ranked_up_to: Sequence[float] = (),
-        searches: int = 0,
+        searches: int | None = 0,
     ) -> None:
         """A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say) and before it costs more than `max_usd`
         (0: no limit), is of an offer that is `ranked_up_to` this (empty: any), and runs `image`,
-        repository@sha256:... (none: as inputs say). `searches` for it have come to their end before."""
+        repository@sha256:... (none: as inputs say). `searches` for it have come to their end before; None: the backend
+        counts them."""
         self._timeouts, self._hard_cap_at, self._image, self._max_usd = timeouts, hard_cap_at, image, max_usd
         self._ranked_up_to, self._searches = ranked_up_to, searches
         self._makers: dict[str, Callable[[], Handler]] = {
@@ -103,7 +104,8 @@ def main() -> None:
     hard_cap_at, max_usd = (float(os.environ.get(name) or 0) for name in (HARD_CAP, MAX_USD))
     ranked_up_to = json.loads(os.environ.get(RANKED_UP_TO) or "[]")
     times, image = Timeouts.of_environment(os.environ), os.environ.get(IMAGE, "")
-    known = Handlers(times, hard_cap_at, image, max_usd, ranked_up_to, int(os.environ.get(SEARCHES) or 0))
+    searches = int(os.environ[SEARCHES]) if os.environ.get(SEARCHES) else None
+    known = Handlers(times, hard_cap_at, image, max_usd, ranked_up_to, searches)
     server, port = serve(Servicer(known, _schema, engine, tokens.AWS_CONFIG))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()

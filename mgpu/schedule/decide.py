@@ -180,7 +180,8 @@ def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
     is too late."""
     if schedule is None or record.state.final:
         return False
-    queued_s = now - max(record.due_at, record.created_at) if record.state is State.QUEUED else 0.0
+    in_time = record.state is not State.QUEUED or record.attempt  # it has begun: it may be queued again
+    queued_s = 0.0 if in_time else now - max(record.due_at, record.created_at)
     decided = (due for due in schedule.history if due.at == record.due_at)
     return queued_s > schedule.start_within_s or any(due.outcome.final or not due.run_id for due in decided)
 

@@ -1,6 +1,8 @@
 """Which of the queued runs begin now, and what the others wait for. Pure: every pass, on whichever machine, finds the
 same.
 
+One that was at work before, and whose time is over, begins at once: to be ended.
+
 Order: the higher priority; of one priority the run of who has the fewest at work; of these the oldest. In that order
 they get the kept fleets that fit and that nobody uses; the others get new machines.
 """
@@ -49,6 +51,9 @@ def line_up(
     while left:
         first = min(left, key=lambda each: (-each.priority, by_owner[each.created_by], each.created_at, each.run_id))
         left.remove(first)
+        if 0 < first.ends_at <= now:
+            line.append(Queued(first))
+            continue
         waits = _before(first, known) or _of_its_sweep(first, by_sweep)
         fleet = None if waits else reuse.choice(kept.values(), first, now)
         if not waits and fleet is None and first.machines == "kept":

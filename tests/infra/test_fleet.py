@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -14,24 +17,28 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire, paths
 from mgpu.acquire import search
+from mgpu.backend import location
+from mgpu.context import Context
 from mgpu.errors import (
     AuthError,
+    Conflict,
     HostKeyMismatch,
     NoCapacity,
     NoOffer,
     PermissionDenied,
     QuotaExceeded,
     RateLimited,
+    StackError,
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Event, ignore
-from mgpu.iac import failures, plugin, tokens
+from mgpu.events import Event, Warned, ignore
+from mgpu.iac import environment, failures, plugin, tokens
 from mgpu.iac.engine.event_log import EngineLog
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.protocol.handler import Call, Handler, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
-from mgpu.iac.types import contact, fleet, generations, sweep
+from mgpu.iac.types import contact, fleet, generations, searches, sweep
 from mgpu.iac.types.fleet_model import FleetInputs, Machine
 from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.image import compat
@@ -48,6 +55,8 @@ from mgpu.providers.base import (
     ProxyCommand,
     create_token,
 )
+from mgpu.run.fleet.stack import open_stack
+from mgpu.spec.provider import installed
 
 FLEET = tokens.FLEET
 WANTED = {
@@ -242,11 +251,16 @@ def test_what_is_made_is_of_an_offer_before_another_providers(here, wire, fake, 
     assert not any("z8" in each for each in made["offersConsidered"])
 
 
-def test_the_fleet_is_asked_for_by_the_tokens_of_the_runs_next_search(here, wire, fake, tmp_path, monkeypatch):
-    """From the run to the plugin, by its environment."""
+@pytest.mark.parametrize(("own", "counted"), [(True, 0), (True, 2), (False, 2)])
+def test_the_fleet_is_asked_for_by_the_tokens_of_the_next_search(
+    here, wire, fake, tmp_path, monkeypatch, own: bool, counted: int
+):
+    """From the run to the plugin, by its environment; of a stack of the user's the backend has counted them."""
     told, known = dict[str, str](), dict[str, Handler]()
+    searches.end("o", "dev", ignore)
 
     def operate(stack, *_, more, **__):
+        told.update({name: value for name, value in stack._environment().items() if name == environment.SEARCHES})
         told.update(more)
         return EngineLog(0, ignore)
 
@@ -257,16 +271,107 @@ def test_the_fleet_is_asked_for_by_the_tokens_of_the_runs_next_search(here, wire
     for name in ("_make_way", "_clear"):
         monkeypatch.setattr(Stack, name, lambda _: None)
     monkeypatch.setattr(Stack, "_operate", operate)
-    Stack(tmp_path, "it", tmp_path / "mgpu.yaml", log_dir=tmp_path, emit=ignore, timeouts=Timeouts()).up(searches=2)
+    more = {"log_dir": tmp_path, "emit": ignore, "timeouts": Timeouts(), "own_config": own}
+    (tmp_path / "Pulumi.yaml").write_text("name: mgpu\nruntime: python\n")
+    stack = Stack(tmp_path, "it", tmp_path / "mgpu.yaml", **more)
+    stack._engine = SimpleNamespace(path=())
+    stack.up(searches=counted)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(plugin, "Servicer", end)
     with pytest.raises(SystemExit):
         plugin.main()
     call = Call(here, Settings(tmp_path, "o"), lambda _: None, threading.Event(), False)
-    _, made = known[FLEET].create(call, wire.inputs(here, WANTED))
+    _, made = known[FLEET].create(call, wire.inputs(here, WANTED | {"owner": "o"}))
     offer = Offer.model_validate(made["offer"])
-    assert [*fake.gangs] == [create_token(made["owner"], made["name"], 1, offer, 0, searches=2)]
+    assert [*fake.gangs] == [create_token("o", "dev", 1, offer, 0, searches=counted if own else 1)]
+
+
+def test_pulumi_up_on_fresh_machines_is_not_answered_as_an_earlier_one_was(here, wire, fake, tmp_path, monkeypatch):
+    """As in CI, at a provider that answers a token that it knows as it did then."""
+    answers, rents, machines = dict[str, bool](), fake.create, itertools.count()
+    handler, inputs = fleet.FleetHandler(Timeouts(), ended_searches=None), wire.inputs(here, WANTED)
+    sold_out = True
+
+    def create(request, offer, token):
+        if answers.setdefault(token, sold_out):
+            raise NoCapacity("no capacity", scope="offer")
+        return rents(request, offer, token)
+
+    def fresh() -> Call:
+        return Call(here, Settings(tmp_path / str(next(machines)), "o"), ignore, threading.Event(), False)
+
+    monkeypatch.setattr(fake, "create", create)
+    with pytest.raises(NoCapacity):
+        handler.create(fresh(), inputs)
+    sold_out = False
+    name, made = handler.create(fresh(), inputs)
+    _, again = handler.create(fresh(), inputs)  # it was cut off before it was in state
+    assert again["handle"] == made["handle"]
+    handler.delete(fresh(), name, made)
+    assert fake.running == set()
+    _, anew = handler.create(fresh(), inputs)
+    assert len(fake.running) == WANTED["nodes"]
+    assert len(fake.gangs) == 2, "no token of a fleet that is gone was asked by"
+    fake.phases |= dict.fromkeys(fake.running, NodePhase.TERMINATED)
+    assert handler.read(fresh(), name, anew, inputs) is None
+    handler.create(fresh(), inputs)
+    assert len(fake.gangs) == 3
+
+
+def test_all_searches_of_one_create_have_one_budget_and_the_engine_waits_for_it(
+    here, wire, fake, tmp_path, monkeypatch
+):
+    """Machines are in its way, and it looks for more where nothing is to be had: it begins four times."""
+    untils, patience, limits, acquires = list[float](), list[float](), list[float](), acquire.acquire
+
+    def searched(*given, until, **terms):
+        untils.append(until)
+        if len(untils) % 2:
+            raise Conflict("machines are in the way", scope="offer")
+        if len(untils) == 2:
+            raise NoCapacity("no capacity", scope="offer")
+        return acquires(*given, until=until, clock=lambda: clock.now, **terms)
+
+    def asked(ask, limit_s, *_):
+        patience.append(limit_s)
+        clock.now += 300
+        return ask()
+
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(fleet.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(acquire, "acquire", searched)
+    monkeypatch.setattr(acquire, "patiently", asked)
+    monkeypatch.setattr(fleet, "sweep", lambda *_, **__: True)
+    times = Timeouts(listing_s=30)
+    call = Call(here, Settings(tmp_path, "o"), ignore, threading.Event(), False)
+    fleet.FleetHandler(times).create(call, wire.inputs(here, WANTED))
+    assert untils == [1000 + 30 + 600 + 300] * 4
+    assert patience == [600, acquire.LOOKED_S, 930 - 600], "offers, machines, and offers again"
+
+    for name in ("_make_way", "_clear"):
+        monkeypatch.setattr(Stack, name, lambda _: None)
+    monkeypatch.setattr(Stack, "_operate", lambda *_, limit_s, **__: limits.append(limit_s) or EngineLog(0, ignore))
+    Stack(tmp_path, "it", tmp_path / "mgpu.yaml", log_dir=tmp_path, emit=ignore, timeouts=times).up()
+    assert limits == [930 + 30 + 300 + acquire.LOOKED_S + 300], "and for the ends that may follow"
+    able = installed().found["aws"].capabilities
+    open_stack(tmp_path, "it", tmp_path / "mgpu.yaml", tmp_path, Context(ignore, Timeouts()), sellers={"aws": {}}).up()
+    assert able.listing_lag_s > 0
+    assert limits[1] >= 2 * able.boot_s + 3 * max(300, able.end_s) + 2 * able.listing_lag_s
+
+
+def test_a_backend_that_is_away_or_not_mgpus_ends_no_search(here, wire, fake, tmp_path, monkeypatch):
+    handler, said = fleet.FleetHandler(Timeouts(), ended_searches=None), list[Event]()
+    call = Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), False)
+    monkeypatch.setenv(location.VARIABLE, "azblob://theirs")
+    name, made = handler.create(call, wire.inputs(here, WANTED))
+    handler.delete(call, name, made)
+    assert not [each for each in said if isinstance(each, Warned)]
+    monkeypatch.setattr(searches.objects, "read", Mock(side_effect=StackError("no answer")))
+    monkeypatch.setattr(searches.objects, "change", Mock(side_effect=StackError("no answer")))
+    name, made = handler.create(call, wire.inputs(here, WANTED))
+    handler.delete(call, name, made)
+    assert ["no answer" in each.text for each in said if isinstance(each, Warned)] == [True, True]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

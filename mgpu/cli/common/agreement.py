@@ -218,7 +218,7 @@ def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool =
     require_paid(plan, spec.max_usd, costs)
     require_begun(plan, spec.recovery.wait_minutes)
     if begins:
-        account.require_room(plan.price_usd_per_hour + _hourly(costs))
+        account.require_room(plan.billed_at_most + _hourly(costs))
     if image is not None:
         console.say(str(image))
     return machines

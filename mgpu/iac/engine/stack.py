@@ -20,6 +20,7 @@ import yaml
 from mgpu_train.agent.machine.procs import Process
 from mgpu_train.timeouts import Timeouts
 
+from mgpu import acquire
 from mgpu.backend import location, settings
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Event, Note
@@ -132,20 +133,20 @@ class Stack:
         anew ends by then, too, and before it costs more than `max_usd` (0: no limit). `image`: what the run has settled
         on, repository@sha256:...; it is built or found no more, whatever the run file's `image:` says meanwhile.
         `ranked_up_to`: a `mgpu.plan.rank.Rank`; a fleet that is made is of an offer up to it. `searches`: how many for
-        these machines have come to their end before.
+        these machines have come to their end before; of a stack of the user's the plugin knows that.
 
         Raises:
             StackError: another operator is at work on the stack.
         """
         self._make_way()
         self._clear()
-        limit_s = self._timeouts.provision_s + self._timeouts.destroy_s
+        limit_s = acquire.operation_s(self._timeouts)
         known = {
             HARD_CAP: repr(hard_cap_at) if hard_cap_at else "",
             IMAGE: image,
             MAX_USD: repr(max_usd) if max_usd else "",
             RANKED_UP_TO: json.dumps(ranked_up_to) if ranked_up_to else "",
-            SEARCHES: str(searches) if searches else "",
+            SEARCHES: str(searches) if searches and self._own_config else "",
         }
         more = {name: value for name, value in known.items() if value}
         self._exported = self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more).outputs
@@ -253,6 +254,7 @@ class Stack:
         environment.make_passphrase()  # refuses an empty one
         # the event stream is an option of the CLI's debug commands
         ours = {"PULUMI_STACK": self.name, "PULUMI_DEBUG_COMMANDS": "1"} | operations.mark(self._place)
+        ours |= {SEARCHES: "0"} if self._own_config else {}  # its run counts them
         return environment.process_env(environment.engine_env(self._engine.path) | ours)
 
     # ---- what an earlier operation left

@@ -18,6 +18,7 @@ lost, or no machine can be replaced alone (`repairs_single_nodes`), the whole fl
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ from mgpu.errors import (
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
-from mgpu.iac.types import fleet_check, generations
+from mgpu.iac.types import fleet_check, generations, searches
 from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought, full_options
 from mgpu.iac.types.sweep import sweep
 from mgpu.journal import Journal
@@ -61,9 +62,6 @@ _REPLACES = (
 _BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
 
 
-_LOOKED_S = 60.0  # for machines that a refused search may be in want of, while the provider does not answer
-
-
 class FleetHandler:
     """Handles Fleet. The id is `<provider>/<name>`."""
 
@@ -76,10 +74,11 @@ class FleetHandler:
         hard_cap_at: float = 0.0,
         max_usd: float = 0.0,
         ranked_up_to: Sequence[float] = (),
-        searches: int = 0,
+        ended_searches: int | None = 0,
     ) -> None:
+        """See `mgpu.iac.plugin.Handlers`."""
         self._timeouts, self._hard_cap_at, self._max_usd = timeouts, hard_cap_at, max_usd
-        self._ranked_up_to, self._searches = ranked_up_to, searches
+        self._ranked_up_to, self._known_searches = ranked_up_to, ended_searches
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once, and fills in every default."""
@@ -103,7 +102,8 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
-        made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted))
+        terms = self._terms(call, provider, wanted, self._hard_cap_at)
+        made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted, terms))
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
 
     def _or_swept(
@@ -114,11 +114,20 @@ class FleetHandler:
         offer that is left out by now. Whoever hears of the refusal asks another provider, or waits; it stays one where
         the provider cannot be asked what is there, and this machine has asked for nothing else."""
         try:
+            return self._or_swept_once(call, provider, wanted, rent, keep)
+        except REFUSED:
+            self._end_search(call, wanted.owner, wanted.name)
+            raise
+
+    def _or_swept_once(
+        self, call: Call, provider: Provider, wanted: FleetInputs, rent: Callable[[], _T], keep: Sequence[str]
+    ) -> _T:
+        try:
             return rent()
         except REFUSED as refusal:
             look = partial(sweep, call, provider, wanted.owner, wanted.name, self._timeouts, keep=keep)
             try:
-                if not acquire.patiently(look, _LOOKED_S, call.cancelled.wait, call.emit):
+                if not acquire.patiently(look, acquire.LOOKED_S, call.cancelled.wait, call.emit):
                     raise
             except (AuthError, PermissionDenied, RateLimited, Transient) as error:
                 if generations.begun(call.settings.state_dir, wanted.owner, wanted.name):
@@ -127,10 +136,9 @@ class FleetHandler:
                 raise refusal from error
         return rent()
 
-    def _rented(self, call: Call, provider: Provider, wanted: FleetInputs) -> tuple[Acquired, Plan]:
-        plan = self._planned(call, provider, wanted)
+    def _rented(self, call: Call, provider: Provider, wanted: FleetInputs, terms: Terms) -> tuple[Acquired, Plan]:
+        plan = self._planned(call, provider, wanted, terms)
         cap_s = self._cap_s(wanted)
-        terms = self._terms(call, provider, wanted, self._hard_cap_at)
         terms["max_usd"] = self._max_usd
 
         def rent(generation: int, journal: Journal) -> Acquired:
@@ -139,8 +147,8 @@ class FleetHandler:
 
         return self._search(call, provider, wanted, rent), plan
 
-    def _planned(self, call: Call, provider: Provider, wanted: FleetInputs) -> Plan:
-        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+    def _planned(self, call: Call, provider: Provider, wanted: FleetInputs, terms: Terms) -> Plan:
+        plan = _plan(provider, wanted, _on_sale(call, provider, wanted.requirements(), terms))
         return rank.up_to(plan, rank.Rank.of(self._ranked_up_to)) if self._ranked_up_to else plan
 
     def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
@@ -159,6 +167,7 @@ class FleetHandler:
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
             generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
+            self._end_search(call, fleet.owner, fleet.name)
             return None
         seen = fleet.seen(fleet.handle, state)
         return ReadResult(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
@@ -192,6 +201,7 @@ class FleetHandler:
         fleet = FleetOutputs.model_validate(old)
         acquire.destroy(fleet.rented_from(), fleet.handle, timeouts=self._timeouts, emit=call.emit)
         generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
+        self._end_search(call, fleet.owner, fleet.name)
 
     def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
         """Ends the machines of the ranks from `nodes` on; machines lost among them are ended too, which is harmless."""
@@ -215,7 +225,7 @@ class FleetHandler:
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
         def rented() -> Acquired:
-            plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
+            plan = _plan_like(fleet, needed, _on_sale(call, provider, needed, terms))
 
             def rent(generation: int, journal: Journal) -> Acquired:
                 request = wanted.request(generation, left_s)
@@ -235,7 +245,7 @@ class FleetHandler:
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
         def rented() -> tuple[Acquired, Plan]:
-            plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+            plan = _plan(provider, wanted, _on_sale(call, provider, wanted.requirements(), terms))
 
             def rent(generation: int, journal: Journal) -> Acquired:
                 return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
@@ -244,12 +254,6 @@ class FleetHandler:
 
         made, plan = self._or_swept(call, provider, wanted, rented)
         return bought(wanted, made, plan.offers, time.time())
-
-    def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
-        """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
-        return acquire.patiently(
-            lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled.wait, call.emit
-        )
 
     def _cap_s(self, wanted: FleetInputs) -> float:
         """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""
@@ -279,15 +283,25 @@ class FleetHandler:
         return under_the_next()
 
     def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
+        """Those of one create or repair, made once: its time runs from here, however often it begins to search."""
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
-        terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._searches
+        terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._ended_searches(call, wanted)
+        limits = acquire.limits(self._timeouts, provider, wanted.requirements())
+        terms["until"] = time.monotonic() + acquire.search_s(limits, provider.queue_s())
         if isinstance(provider, Rekeys):
             from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
 
             key = Path(wanted.ssh_private_key_file).expanduser()
-            timeouts = acquire.limits(self._timeouts, provider, wanted.requirements())
-            terms["meet"] = Contact(provider, key, timeouts, emit=call.emit, cancelled=call.cancelled).meet
+            terms["meet"] = Contact(provider, key, limits, emit=call.emit, cancelled=call.cancelled).meet
         return terms
+
+    def _ended_searches(self, call: Call, wanted: FleetInputs) -> int:
+        known = self._known_searches
+        return searches.ended(wanted.owner, wanted.name, call.emit) if known is None else known
+
+    def _end_search(self, call: Call, owner: str, fleet: str) -> None:
+        if self._known_searches is None:
+            searches.end(owner, fleet, call.emit)
 
 
 def _time_left(name: str, hard_cap_at: float) -> float:
@@ -300,6 +314,13 @@ def _time_left(name: str, hard_cap_at: float) -> float:
         f"{max(0, left_s):.0f} s are left, and the hard cap is fixed when a fleet is made.",
         "Run `pulumi destroy`, then `pulumi up` for a new fleet.",
     )
+
+
+def _on_sale(call: Call, provider: Provider, needed: Requirements, terms: Terms) -> tuple[Offer, ...]:
+    """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
+    left_s = max(0.0, terms.get("until", math.inf) - time.monotonic())
+    patience_s = min(terms["timeouts"].provision_s, left_s)
+    return acquire.patiently(lambda: provider.offers(needed).offers, patience_s, call.cancelled.wait, call.emit)
 
 
 def _plan(provider: Provider, wanted: FleetInputs, offers: tuple[Offer, ...]) -> Plan:

@@ -100,7 +100,7 @@ def _living(claims: Mapping[str, Sequence[Claim]], records: Mapping[str, Record]
 
 def refusal(fleet: Kept, run: Record, now: float) -> str | None:
     """Why the run does not begin on this fleet, whoever uses it now; None: it may. A fleet fits that the run could have
-    rented, and that lasts for its `max_hours`."""
+    rented, and that lasts for what is left of its `max_hours`."""
     if not run.needs or not fleet.maker.needs:
         return "an earlier mgpu has not written down what it needs"
     return next((why for check in _CHECKS if (why := check(fleet, run, now))), None)
@@ -148,15 +148,13 @@ def _of_price(fleet: Kept, run: Record, _: float) -> str:
 
 
 def _of_time(fleet: Kept, run: Record, now: float) -> str:
-    """A run that takes kept fleets alone is content with less than its `max_hours`."""
-    cap = fleet.output["hard_cap_at"]
-    wanted_s = _LEAST_S if run.machines == "kept" else run.needs["max_hours"] * 3600
-    left_s = cap - now if cap else wanted_s
-    return "" if left_s >= wanted_s else f"it ends in {duration(max(0.0, left_s))}, and the run may take {_span(run)}"
-
-
-def _span(run: Record) -> str:
-    return duration(run.needs["max_hours"] * 3600)
+    """A run that takes kept fleets alone is content with less than what is left of its `max_hours`."""
+    cap, may_take_s = fleet.output["hard_cap_at"], run.needs["max_hours"] * 3600
+    if run.ends_at:  # it was at work before
+        may_take_s = min(may_take_s, max(0.0, run.ends_at - now))
+    wanted_s = min(_LEAST_S, may_take_s) if run.machines == "kept" else may_take_s
+    left_s = max(0.0, cap - now) if cap else wanted_s
+    return "" if left_s >= wanted_s else f"it ends in {duration(left_s)}, and the run may take {duration(may_take_s)}"
 
 
 def _of_lease(fleet: Kept, _: Record, now: float) -> str:

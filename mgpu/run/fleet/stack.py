@@ -40,7 +40,7 @@ from mgpu.plan.rank import Rank, Turn
 from mgpu.providers import registry
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
-from mgpu.run.fleet.teardown import Seller, give_back
+from mgpu.run.fleet.teardown import Seller, give_back, names_of
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
@@ -122,8 +122,9 @@ def _engine_limits(timeouts: Timeouts, sellers: Mapping[str, Mapping[str, str]] 
     """The deadlines of an engine whose machines may be slow to come and to go."""
     found = installed().found
     able = [entry.capabilities for name, entry in found.items() if sellers is None or name in sellers]
-    slowest_s, longest_s = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s"))
-    limits = timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
+    slowest = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s", "listing_lag_s"))
+    boot_s, end_s, lag_s = slowest
+    limits = timeouts.at_least(provision_s=acquire.GANGS * boot_s, destroy_s=end_s, listing_s=lag_s)
     known = [(found[name].options, options) for name, options in (sellers or {}).items() if name in found]
     queue_s = max((kind.of(options).queue_s() for kind, options in known), default=0.0)
     return limits.model_copy(update={"provision_s": limits.provision_s + acquire.GANGS * queue_s})
@@ -201,7 +202,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
         OSError: the intent could not be journalled; nothing was asked for.
     """
     session.check()
-    _require_time(session.record)
+    require_time(session.record)
     left_usd = _require_money(session.record)
     month_usd = _require_months_money(session)
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
@@ -258,10 +259,9 @@ def _remember(session: Session, event: Event) -> None:
             session.save(soon=True)
 
 
-def _require_time(record: Record) -> None:
+def require_time(record: Record) -> None:
     """The hard cap is the run's, whatever becomes of its machines, and so are its max_hours. Raises Stopped."""
-    ends = [at for at in (record.hard_cap_at, record.deadline_at) if at]
-    if ends and min(ends) - time.time() < acquire.ENDING_S:
+    if record.ends_at and record.ends_at - time.time() < acquire.ENDING_S:
         raise Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", "No machine is rented so near to it.")
 
 
@@ -415,6 +415,7 @@ def give_back_fleet(
     Raises what `give_back` raises.
     """
     known = fleet.fleet if fleet else name
+    names = names_of(stack, known)
     give_back(
         stack,
         sellers,
@@ -425,8 +426,16 @@ def give_back_fleet(
         fleet=known,
         region=fleet.region if fleet else "",
     )
-    # earlier runs that kept this fleet: what their records say of it is not true any more
+    try:
+        _kept_no_more(names)
+    except (StackError, OSError) as error:  # the machines are gone, whoever says that they are kept
+        what = error.what if isinstance(error, StackError) else error
+        context.emit(Warned(f"runs that kept this fleet before may say so until its lease is over: {what}"))
+
+
+def _kept_no_more(names: set[str]) -> None:
+    """What records of earlier runs that kept this fleet say of it is not true any more. Raises StackError, OSError."""
     for record in every():
-        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in (stack.fleet, known):
+        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in names:
             record.teardown = "confirmed"
             write(record)

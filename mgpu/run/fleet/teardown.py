@@ -48,7 +48,7 @@ def give_back(
         TeardownIncomplete: something may still be billed, or the stack could not be emptied.
     """
     failure: MgpuError | None = None
-    names = _names(stack, fleet)
+    names = names_of(stack, fleet)
     try:
         stack.destroy()
     except (MgpuError, OSError) as error:  # a full disk of this machine, too, keeps no machine alive
@@ -111,7 +111,9 @@ def _asked_in(owner: str, names: set[str]) -> Iterator[str]:
     return (each.region for name in names for each in generations.begun(paths.state_dir(), owner, name))
 
 
-def _names(stack: Stack, fleet: str | None) -> set[str]:
+def names_of(stack: Stack, fleet: str | None) -> set[str]:
+    """The names under which the stack's machines may be listed; the one that is remembered alone, where the backend
+    does not answer. Raises StackError: none is."""
     try:
         return {stack.fleet, fleet or stack.fleet}
     except StackError:

@@ -119,9 +119,9 @@ def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Pri
 
 
 def _dearest_usd_per_hour(spec: RunSpec) -> float:
-    needed, dearest = rank.requirements(spec), max(_of(spec).offers, key=lambda offer: offer.price_usd_per_hour)
+    needed, dearest = rank.requirements(spec), max(_of(spec).offers, key=lambda offer: offer.billed_at_most)
     beside = other_usd_per_hour(registry.get(spec.provider, needed.provider_options), needed, dearest)
-    return dearest.price_usd_per_hour * needed.nodes + beside
+    return dearest.billed_at_most * needed.nodes + beside
 
 
 def elsewhere(spec: RunSpec, provider: str) -> bool:

@@ -132,6 +132,7 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         session.check()  # nothing trains yet: there is nothing to save, and nobody to ask
         with session.phase("starting"):
             start(session, request, fleet, nodes, secrets)
+        session.record.begun_at = session.record.begun_at or time.time()  # whoever takes over goes by it
         session.to(State.RUNNING)
     except BaseException:
         nodes.close()
@@ -203,7 +204,7 @@ def watch(
     session.hidden = values(request.spec.secrets, os.environ)
     if unknown := [name for name in request.spec.secrets if name not in os.environ]:
         session.emit(Warned(f"{', '.join(unknown)} not set here: a log that shows the value is not masked"))
-    if not session.record.begun_at:  # at once: whoever takes over goes by it
+    if not session.record.begun_at:  # by an earlier mgpu
         session.record.begun_at = time.time()
         session.save()
     with session.phase("training"):

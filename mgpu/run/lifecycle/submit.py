@@ -75,6 +75,7 @@ def submit(
             return record
     except BaseException as error:
         if sent and (unsure := _unsure(run_id, error)):
+            shared.forget(run_id)  # of one that is resumed the backend may have what was before
             raise unsure from error
         if resume is None and not sent:
             shutil.rmtree(folder.root, ignore_errors=True)

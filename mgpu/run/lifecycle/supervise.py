@@ -31,9 +31,12 @@ from mgpu.errors import (
     ProviderError,
     RemoteError,
     StackError,
+    Stopped,
 )
 from mgpu.events import Note, Warned
+from mgpu.iac.engine.project import project_name
 from mgpu.iac.engine.stack import Stack
+from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan.rank import Turn, turns
 from mgpu.providers.base import Provider
@@ -41,7 +44,7 @@ from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.budget import account
 from mgpu.run.fleet import key, reuse
-from mgpu.run.fleet.stack import InUse, bring_up, bring_up_anywhere, move, refuse_used, stack_of, standing
+from mgpu.run.fleet.stack import InUse, bring_up, bring_up_anywhere, move, refuse_used, require_time, stack_of, standing
 from mgpu.run.job import images, on_sale, operator_store
 from mgpu.run.job.request import Request, env_secrets, require_all_secrets, resolve, secrets_of, store_keys
 from mgpu.run.job.stack_output import provider_for, provider_of, targets, usd_per_hour
@@ -126,12 +129,18 @@ class _Run:
         state = self.record.state
         self.session.save()  # whose it is from here on
         if state is State.QUEUED:
-            if held_up := self._held_up():
+            late = None if self._submitted else self._out_of_time()
+            if late is None and (held_up := self._held_up()):
                 self.record.reason = f"waits: {held_up}"
                 self.session.save()
                 return Outcome(self.record, left=True, detached=True)
             try:
-                body = self._undone if self._to_end else self._begin if self._submitted else self._made()
+                if self._to_end:
+                    body = self._undone
+                elif late is not None:
+                    body = lambda: late  # noqa: E731
+                else:
+                    body = self._begin if self._submitted else self._made()
             except BaseException:  # it stays queued: others may begin meanwhile
                 account.let_go(self.record.run_id)
                 reuse.let_go(self.record.run_id)
@@ -149,6 +158,14 @@ class _Run:
         return conclude(self.session, self.stack, "keep" if self.record.kept_by else self.spec.teardown, body)
 
     # --- before it begins ---------------------------------------------------------------------------------------
+
+    def _out_of_time(self) -> Stopped | None:
+        """Why a run that was at work before, and has waited in the queue since, begins no more; None: it does."""
+        try:
+            require_time(self.record)
+        except Stopped as late:
+            return late
+        return None
 
     def _held_up(self) -> str:
         """Why a queued run stays so; empty: it has its place from here on, or is to end. Raises StackError."""
@@ -219,10 +236,12 @@ class _Run:
         self._goes_to(next(iter(record.candidates), record.provider))
         if record.attempt:  # the hard cap is the run's from then on, wherever it goes
             record.costs_no_more(time.time())
+            record.hard_cap_at = record.ends_at  # that fleet may have lasted longer
         else:
             record.hard_cap_at, record.spending = 0.0, []
         self.stack = stack_of(record, self._context)
-        record.fleet_name = self.stack.fleet
+        # that of a stack that has none yet: the backend, which would say so, may be what is away
+        record.fleet_name = fleet_name(record.project_name or project_name(self.stack.project), record.stack)
         reuse.let_go(record.run_id)
 
     def _goes_to(self, provider: str) -> None:

@@ -177,7 +177,7 @@ class Record(Document):
     ended_at: float | None = None
     price_usd_per_hour: float = 0.0
     spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
-    begun_at: float = 0.0  # since when its max_hours count: its first attempt was watched; 0: none was yet
+    begun_at: float = 0.0  # since when its max_hours count: its first attempt trains; 0: none does yet
     max_hours: float = 0.0
     max_usd: float = 0.0  # that it may spend in all; 0: no limit
     month_usd: float = 0.0  # that the month's budget left it in all when its machines were made; 0: no limit
@@ -186,9 +186,7 @@ class Record(Document):
     sold_out_since: float = 0.0  # there has been no capacity for it since then; 0: there is, or nobody has asked
     lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None
-    store_granted: bool = (
-        False  # the provider was asked to give its machines rights there, and they were not taken away
-    )
+    store_granted: bool = False  # its machines were given rights there, or may have been, and have them still
     granted_by: list[str] = field(default_factory=list)  # the providers that were; empty: those of its machines
     step: int = -1
     steps: int | None = None
@@ -214,9 +212,8 @@ class Record(Document):
     image_labels: dict[str, str] = field(default_factory=dict)  # those of mgpu's: what it fits
     fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
     outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
-    trials: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # rows of `--smoke`, `--tune` or `--lr-range`: as `mgpu.run.view` has them
+    # rows of `--smoke`, `--tune` or `--lr-range`: as `mgpu.run.view` has them
+    trials: list[dict[str, Any]] = field(default_factory=list)
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did
@@ -270,6 +267,11 @@ class Record(Document):
     def deadline_at(self) -> float:
         """When its max_hours are over, on whichever machines, whoever supervised it; 0: they have not begun."""
         return self.begun_at + self.max_hours * 3600 if self.begun_at else 0.0
+
+    @property
+    def ends_at(self) -> float:
+        """Until when it may have machines, whichever and however long it is without any; 0: not settled yet."""
+        return min((at for at in (self.hard_cap_at, self.deadline_at) if at), default=0.0)
 
     @property
     def untold(self) -> bool:

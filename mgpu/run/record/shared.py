@@ -14,11 +14,12 @@ lock, and brings what others ask for.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,7 @@ _LARGEST = 16 << 20  # bytes of a record
 _BROUGHT = "brought"  # in the copy: written when records were brought
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
+_UNSENT_S = 600.0  # after which no submission is under way any more: a backend that is away is not waited for so long
 _TRIES = 3  # to write a record: each has the store's own behind it
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
@@ -62,7 +64,8 @@ class Lost(Exception):
 
 def pull(*, fresh: bool = False) -> None:
     """Brings the copies of all records up to date, but of runs that are supervised here; not where that was done a
-    moment ago, unless they are to be `fresh`. Those of runs that were removed elsewhere go. Raises StackError."""
+    moment ago, unless they are to be `fresh`. Those of runs that were removed elsewhere go, and of submissions that
+    never came there. Raises StackError."""
     if _away:
         return
     here = location.current()
@@ -79,11 +82,42 @@ def pull(*, fresh: bool = False) -> None:
         changed = [run for run, version in there.items() if _version(run) != version and not held(Folder(run).lock)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             list(pool.map(lambda run: _bring(store, run), changed))
+        _send_stops(store)
     for path in copies:
         if path.name not in there and not held(Folder(path.name).lock):
             shutil.rmtree(path, ignore_errors=True)
+    _drop_unsent(there)
     _pulled[here.root] = time.monotonic()
     files.replace(here.root / _BROUGHT, b"")
+
+
+def _drop_unsent(there: Collection[str]) -> None:
+    """Removes what submissions have left on this machine that never came into the backend, which has the runs `there`.
+    None of them is under way: it would be newer, or hold the lock. One that comes late is brought from there."""
+    copies = (path for path in runs().glob("*/record.json") if path.parent.name not in there)
+    old = [path for path in copies if not _version(path.parent.name) and time.time() - path.stat().st_ctime > _UNSENT_S]
+    if not old:
+        return
+    with unheld(runs() / ".opening") as over:
+        for path in old if over else ():
+            folder = Folder(path.parent.name)
+            with unheld(folder.lock) as free:
+                if free and not _version(path.parent.name) and _said(path).get("state") == "queued":
+                    shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def _said(record: Path) -> Mapping[str, Any]:
+    """A record's fields as they are here; none of one that cannot be read."""
+    try:
+        whole = json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return whole if isinstance(whole, dict) else {}
+
+
+def forget(run_id: str) -> None:
+    """What this machine has of a run may be what the backend never got: the next look brings what is there."""
+    (Folder(run_id).root / ".version").unlink(missing_ok=True)
 
 
 def known_s_ago() -> float | None:
@@ -133,6 +167,7 @@ def unsettled() -> list[str] | None:
         there = [key.removeprefix(_UNSETTLED) for key in keys]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             whole = list(pool.map(lambda run: held(Folder(run).lock) or _bring(store, run), there))
+        _send_stops(store)
     return [run for run, is_there in zip(there, whole, strict=True) if is_there]
 
 
@@ -375,6 +410,7 @@ class LockRenewal:
             self._thread.join()
         if not self._lost:
             with suppress(StoreError, StackError):
+                _send_stop_of(self._store, self._run_id)
                 files.send(self._run_id)
             with suppress(StoreError):
                 self._grip.release()
@@ -397,6 +433,7 @@ class LockRenewal:
                 return False
             self._renewed = began
         self.look_for_stop()
+        _send_stop_of(self._store, self._run_id)
         if self._clock() - self._sent >= _SEND_EVERY_S:
             self._sent = self._clock()
             files.send(self._run_id)
@@ -407,11 +444,9 @@ class LockRenewal:
         Another machine may have begun the run again since. Raises StoreError."""
         stop = Folder(self._run_id).stop
         self.look_for_stop()
-        if stop.exists() and self._store.stat(f"{_STOPS}{self._run_id}") is None:
-            if stop.read_bytes() == _NOT_SENT:
-                _send_stop(self._store, self._run_id)
-            else:
-                stop.unlink(missing_ok=True)
+        _send_stop_of(self._store, self._run_id)
+        if stop.exists() and stop.read_bytes() != _NOT_SENT and self._store.stat(f"{_STOPS}{self._run_id}") is None:
+            stop.unlink(missing_ok=True)
 
     def look_for_stop(self) -> None:
         """Writes down here what another machine has asked for. Raises StoreError."""
@@ -475,12 +510,22 @@ _NOT_SENT = b"asked for on this machine\n"  # in its file, until a bucket has it
 
 
 def ask_to_stop(run_id: str) -> None:
-    """Asks whoever supervises the run to end it, on whichever machine. Raises StackError."""
+    """Asks whoever supervises the run to end it, on whichever machine. Raises StackError: it is asked for here, and
+    whichever command reaches the backend from here next says so there."""
     here = location.current()
     ask_here_to_stop(run_id)
-    if here.shared is not None:
+    if here.shared is None:
+        return
+    try:
         with here.asking("written"):
             _send_stop(here.shared, run_id)
+    except StackError as error:
+        raise StackError(
+            f"run {run_id}: no other machine knows yet that it is to end",
+            f"{error.what}: {error.why}",
+            "A supervisor on this machine ends it all the same. All others hear it by the next command on this machine "
+            f"that reaches the backend: `mgpu stop {run_id}` waits for the end, too.",
+        ) from error
 
 
 def ask_here_to_stop(run_id: str) -> None:
@@ -494,6 +539,29 @@ def _send_stop(store: Store, run_id: str) -> None:
     store.put(f"{_STOPS}{run_id}", b"")
     with suppress(FileNotFoundError):  # the run has ended meanwhile, and was begun again
         os.truncate(Folder(run_id).stop, 0)
+
+
+def _send_stops(store: Store) -> None:
+    """What was asked for on this machine while the bucket was away, also of runs that another one supervises."""
+    from mgpu_train.store import StoreError
+
+    for stop in runs().glob("*/stop"):
+        with suppress(StoreError):  # the next look tries again
+            _send_stop_of(store, stop.parent.name)
+
+
+def _send_stop_of(store: Store, run_id: str) -> None:
+    """Sends what was asked for here and did not come into the bucket. For a run that is over it is none any more, nor
+    for one that was submitted again since. Raises StoreError."""
+    folder = Folder(run_id)
+    with suppress(FileNotFoundError):  # withdrawn a moment ago, or there is none
+        if folder.stop.read_bytes() != _NOT_SENT:
+            return
+        known = _said(folder.record)
+        if known.get("submitted_at", 0.0) > folder.stop.stat().st_mtime:
+            folder.stop.unlink()
+        elif known and known.get("ended_at") is None:
+            _send_stop(store, run_id)
 
 
 def withdraw_stop(run_id: str) -> None:

@@ -24,7 +24,7 @@ from mgpu.run.record.record import ids, load, supervised
 
 _LARGEST = 1 << 30  # bytes of an object
 _SCHEDULES, _SUBMISSIONS = "schedules/", "submissions/"
-_ALONE = ("limits.json", "removed.json")
+_ALONE = ("limits.json", "removed.json", "searches.json")
 _NOT_MOVED = ("lock", "ssh_config", "known_hosts")  # of a run's folder: they are this machine's
 
 
@@ -148,6 +148,7 @@ def _move_run(source: Backend, target: Backend, run_id: str) -> None:
     if not (there / "record.json").exists():
         _copy(here, there, (*_NOT_MOVED, "record.json"))
         shutil.copy2(here / "record.json", there)  # last: a run whose record is there is whole
+    (there / "record.json").touch()  # it is under way: nobody takes it for one that never came
     with location.using(target.url):
         if load(run_id) != record:
             raise _another(target, f"run {run_id}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -241,6 +242,7 @@ class Bench:
         self.cap_s = 3600.0
         self.hard_cap_at = self.max_usd = 0.0
         self.searches = 0
+        self.until = math.inf
         self.meet: acquire.Meet | None = None
         self.timeouts = TIMEOUTS
 
@@ -260,6 +262,7 @@ class Bench:
                 meet=self.meet,
                 max_usd=self.max_usd,
                 searches=self.searches,
+                until=self.until,
                 now=self.clock,
                 **self._common,
             )
@@ -495,6 +498,18 @@ def test_machines_that_end_slowly_take_no_time_from_the_next_ones(bench: Bench):
     made = bench.acquire(offer(), offer("g5.small"))
     assert (made.state.ready, len(bench.double.billed)) == (True, 2)
     assert 680 <= bench.clock.now < 720, "more than `provision_s`"
+
+
+def test_a_search_is_over_by_the_time_that_all_of_the_operation_has(bench: Bench):
+    """Whatever it waits for in between: here, for machines that end slowly."""
+    bench.timeouts, bench.until = Timeouts(), 650.0
+    bench.double.capabilities = CAPS.model_copy(update={"end_s": 1800})
+    bench.double.ending_s, bench.double.granted, bench.double.ready_after_s = 580, 1, 100
+    bench.double.on_describe = lambda: setattr(bench.double, "granted", None)
+    with pytest.raises(Transient, match="not every node was ready"):
+        bench.acquire(offer(), offer("g5.small"))
+    assert not bench.double.billed
+    assert bench.clock.now == pytest.approx(650 + 580, abs=60), "the time of the second gang's end comes after it"
 
 
 def test_an_end_is_waited_for_as_long_as_it_takes_at_this_provider_and_what_it_costs_is_said(bench: Bench):

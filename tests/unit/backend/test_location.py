@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,55 @@ def test_one_that_cannot_keep_records_is_named_with_where_it_stands(url: str, mo
 def test_what_is_no_yaml_is_left_to_pulumi():
     project("backend: [")
     assert location.current().root == paths.state_dir()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of a bucket's silence, which is at once none any more."""
+    lines = list[str]()
+    monkeypatch.setattr(location, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(location, "_said_at", float("-inf"))
+    monkeypatch.setattr(location, "_tell", None)
+    location.tell_of_waits(lines.append)
+    return lines
+
+
+def no_timer_is_left() -> bool:
+    """Once those that are about to end have."""
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    for each in timers:
+        each.join(10)
+    return not any(each.is_alive() for each in timers)
+
+
+def asks(backend: location.Backend, what: str = "asked for its runs") -> None:
+    with backend.asking(what):
+        assert no_timer_is_left()
+
+
+BUCKET = location.Backend("s3://team/x?region=y", Path("/nowhere"), None)
+
+
+def test_what_is_waited_for_is_said_once_a_minute(told: list[str], monkeypatch: pytest.MonkeyPatch):
+    asks(BUCKET)
+    asks(BUCKET, "written")
+    no_longer = "no request waits longer than 160 s for an answer"
+    said = f"the backend s3://team/x is still being asked for its runs; {no_longer}"
+    assert told == [said]
+    monkeypatch.setattr(location, "_SAID_EVERY_S", 0.0)
+    asks(BUCKET, "written")
+    assert told[1:] == [said.replace("asked for its runs", "written")]
+
+
+def test_no_wait_is_said_of_a_folder_of_what_works_beside_the_command_and_of_what_is_quick(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    asks(location.current())
+    beside = threading.Thread(target=asks, args=(BUCKET,))
+    beside.start()
+    beside.join(10)
+    monkeypatch.setattr(location, "_SILENCE_S", 3600.0)
+    with BUCKET.asking("read"):
+        pass
+    assert no_timer_is_left()
+    assert told == []

@@ -17,7 +17,9 @@ import click
 import pytest
 from fakes import strange_shell
 from mgpu_train.agent.status.status import Phase
+from mgpu_train.store import open_store
 
+from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.cli.common import closing
 from mgpu.console import Console
@@ -740,6 +742,21 @@ def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, run
     done = mgpu("gc", "--yes", "--json")
     assert done.code == AuthError.exit_code
     assert [each["name"] for each in done.json["fleets"]]
+
+
+def test_what_a_command_waits_for_is_on_stderr_and_its_result_stays_one_object(mgpu, world, monkeypatch):
+    """The bucket is slow: it answers once the command has said so."""
+    said, store = threading.Event(), open_store(f"file://{world.folder}/bucket")
+    monkeypatch.setenv(location.VARIABLE, "s3://team")
+    monkeypatch.setattr(location.Backend, "_store", lambda _backend, _address: store)
+    monkeypatch.setattr(location, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(location, "_said_at", float("-inf"))
+    slow, say = store.list, Console.say
+    monkeypatch.setattr(type(store), "list", lambda _, prefix: said.wait(10) and slow(prefix))
+    monkeypatch.setattr(Console, "say", lambda *given: (say(*given), said.set()))
+    done = mgpu("queue", "ls", "--json")
+    assert (done.code, done.json["queued"]) == (0, [])
+    assert "the backend s3://team is still being asked for its runs" in " ".join(done.err.split())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -215,6 +217,22 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
     moves = plan.model_copy(update={"offers": (plan.best.model_copy(update={"most_usd_per_hour": 100.0}),)})
     with pytest.raises(InputError, match="lower `max_price_usd_per_hour`"):
         agreement.require_paid(moves, 1)
+
+
+def test_room_under_the_limits_is_for_the_most_that_spot_machines_may_be_billed_at(monkeypatch):
+    offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
+    moves = offer.model_copy(update={"most_usd_per_hour": 3.0})
+    needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=6, max_hours=10)
+    plan, asked = Plan(requirements=needed, offers=(moves,)), list[float]()
+    costs = (Cost(what="disks", usd=0.5, per="hour"),)
+    known = {"make_plan": plan, "machines_of": None, "look_at_image": (None, plan), "other_costs": costs}
+    for name, answer in {**known, "show_plan": None}.items():
+        monkeypatch.setattr(agreement, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr("mgpu.run.lifecycle.launch.preflight", lambda *_: None)
+    monkeypatch.setattr("mgpu.run.budget.account.require_room", asked.append)
+    spec = SimpleNamespace(max_usd=None, recovery=SimpleNamespace(wait_minutes=0))
+    agreement.looked_at(Console(), Path("mgpu.yaml"), spec, begins=True)
+    assert asked == [2 * 3.0 + 0.5]
 
 
 def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):

@@ -465,3 +465,14 @@ def test_what_a_newer_mgpu_has_written_is_carried_through_by_a_pass():
     with pytest.raises(InputError, match="cannot be read") as error:
         parsed(json.dumps(kept).encode(), "nightly")
     assert "newer mgpu" in error.value.next_step
+
+
+def test_a_night_that_is_queued_again_after_it_has_begun_is_not_too_late():
+    """Its machine was lost: it goes on elsewhere."""
+    world = World(schedule(start_within_s=HOUR))
+    world.look(hours=2)
+    (run,) = world.runs
+    for attempt, stopped in ((1, ()), (0, (run,))):
+        world.runs[run] = replace(world.runs[run], state=State.QUEUED, attempt=attempt)
+        world.look(hours=4)
+        assert world.stopped == stopped

@@ -125,3 +125,16 @@ def test_a_pass_begins_with_what_nothing_holds_up_and_counts_what_somebody_has_b
     todo = decide({}, seen, lambda _: None, 100.0)
     assert [need.run_id for need in todo.needs] == ["b"], "a has a supervisor that has not rented yet"
     assert [each.record.run_id for each in todo.waiting] == ["c", "d"]
+
+
+@pytest.mark.parametrize("waits", [{"after": ["gone"]}, A_WAITING, {"machines": "kept", "needs": NEEDS}])
+@pytest.mark.parametrize("begun", [{"begun_at": 90.0, "max_hours": 10 / 3600}, {"hard_cap_at": 100.0}])
+def test_a_run_that_is_queued_again_and_whose_time_is_over_is_looked_after_and_takes_nobodys_place(waits, begun):
+    """It is to be ended, and not to wait for ever."""
+    others = [run("a", State.RUNNING, **A_WAITING), run("b", created_at=2.0, **A_WAITING), run("c", priority=9)]
+    late = run("late", created_at=1.0, attempt=1, priority=1, **waits, **begun)
+    seen = {each.run_id: Seen(each, each.run_id == "a") for each in (*others, late)}
+    for now, looked_after in ((99.0, {"b", "c"}), (100.0, {"b", "c", "late"})):
+        todo = decide({}, seen, lambda _: None, now)
+        if now == 100.0 or waits != A_WAITING:  # until then it is one of its sweep
+            assert {need.run_id for need in todo.needs} == looked_after

@@ -32,6 +32,7 @@ from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.targets import Result
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
+from mgpu.run.fleet import stack as stacks
 from mgpu.run.lifecycle import attach, down, submit, supervise
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record
@@ -821,6 +822,21 @@ def test_a_kept_fleet_that_vanished_between_decision_and_start_is_no_failure_of_
     assert len(found.spending) == (machines == "any")
 
 
+def test_a_run_leaves_a_kept_fleet_without_that_the_backend_is_asked_for_a_name(nights, kept_fleet, monkeypatch):
+    """It may be what is away, and then the run would fail for it."""
+    run, stack = submitted("--machines", "kept"), stacks.Stack.func
+
+    def away(_stack):
+        raise StackError("the backend s3://team could not be asked for a stack")
+
+    monkeypatch.setattr(stack, "outputs", away)
+    monkeypatch.setattr(stack, "fleet", property(away))
+    assert [each.state for each in nights.works().looked] == ["queued"]
+    found = record.load(run)
+    assert (found.state, found.fleet_name, found.kept_by) == (State.QUEUED, fleet_name("mine", run), "")
+    assert reuse.claimed_by(kept_fleet.fleet["fleet"]) == ""
+
+
 def test_a_run_that_was_put_on_a_kept_fleet_and_left_there_is_gone_on_with(nights, kept_fleet, monkeypatch):
     """Its supervisor died before anything of it had begun."""
     run, there = submitted(), []
@@ -920,6 +936,21 @@ def test_a_machine_that_two_runs_share_is_lost_to_both_and_each_goes_on_elsewher
         assert run.interruptions[0].repaired_at is not None
         assert [each.price_usd_per_hour for each in run.spending] == [0.25, 0.5]
     assert world.cloud.billed == set()
+
+
+def test_the_hours_of_a_run_that_waits_in_the_queue_again_go_on_and_end_it(nights, shared_fleet):
+    world, run = nights.world, submitted(*SHARES, "--machines", "kept")
+    nights.works()
+    world.cloud.phases |= dict.fromkeys(world.cloud.billed, NodePhase.TERMINATED)
+    world.nodes[0].reachable = False
+    assert [each.state for each in nights.works().looked] == ["queued"]
+    waits = record.load(run)
+    record.write(replace(waits, begun_at=waits.begun_at - HOUR))
+    assert [each.state for each in nights.works(hours=0.1).looked] == ["stopped"]
+    over = record.load(run)
+    assert (over.exit_code, over.teardown, over.attempt) == (8, "confirmed", 1)
+    assert "max_hours" in over.reason
+    assert "up" not in world.calls
 
 
 def test_a_run_that_shared_a_machine_goes_on_on_another_kept_fleet(nights, shared_fleet, monkeypatch):

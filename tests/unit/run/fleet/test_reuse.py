@@ -69,6 +69,10 @@ FITS = {
     "less disk and memory": (KEEPER, needs(disk_gib=10, memory_gib=0)),
     "a hard cap that nobody knows": (output(hard_cap_at=0), QUEUED),
     "less time, for one that takes kept ones alone": (KEEPER, replace(needs(max_hours=9), machines="kept")),
+    "what is left, for one that was at work before": (
+        KEEPER,
+        replace(needs(max_hours=3), max_hours=3.0, begun_at=NOW - 1.5 * HOUR),
+    ),
     "its image": (output(image="r@sha256:1"), replace(QUEUED, image="r@sha256:1")),
     "a name of a GPU, however it is spelt": (KEEPER, needs(gpu=["a100-80gb"])),
 }
@@ -110,6 +114,11 @@ REFUSED = {
     "another image": (output(image="r@sha256:2"), QUEUED, "its image is r@sha256:2, not none"),
     "price": (KEEPER, needs(max_price_usd_per_hour=19), "it costs $20.00 per hour, above the cap of $19.00"),
     "time": (KEEPER, needs(max_hours=3), "it ends in 2 h, and the run may take 3 h"),
+    "time that is left": (
+        KEEPER,
+        replace(needs(max_hours=4), max_hours=4.0, begun_at=NOW - 1.5 * HOUR),
+        "it ends in 2 h, and the run may take 2.5 h",
+    ),
     "hardly any time": (
         output(hard_cap_at=NOW + 599),
         replace(QUEUED, machines="kept"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu import paths
+from mgpu.context import Context
 from mgpu.errors import (
     AuthError,
     InvalidRequest,
@@ -19,6 +20,8 @@ from mgpu.iac.types import generations
 from mgpu.providers.base import Listing, NodePhase
 from mgpu.run.fleet import stack as stacks
 from mgpu.run.fleet.teardown import give_back, owned
+from mgpu.run.record import record
+from mgpu.run.record.record import State
 
 
 @pytest.fixture
@@ -153,3 +156,29 @@ def test_a_provider_that_cannot_be_asked_is_an_incomplete_teardown(world, stack,
     assert caught.value.exit_code == 7
     assert error.what in str(caught.value)
     assert "remove run-1" not in world.calls
+
+
+@pytest.mark.parametrize("away", ["fleet", "records"])
+def test_a_backend_that_is_away_once_the_machines_are_gone_fails_no_teardown(world, stack, monkeypatch, away):
+    before = world.record("before", teardown="kept", state=State.SUCCEEDED, fleet=world.stacks["run-1"].model_dump())
+
+    def no_answer(*_, **__):
+        raise StackError("the backend s3://team could not be written")
+
+    def goes_away():
+        if away == "fleet":
+            monkeypatch.setattr(type(stack), "fleet", property(no_answer))
+        else:
+            monkeypatch.setattr(stacks, "write", no_answer)
+
+    world.hooks["remove"] = goes_away
+    context = Context(world.events.append, world.timeouts)
+    stacks.give_back_fleet(stack, [lambda: world.cloud], world.stacks["run-1"], context, remove=True)
+    assert world.cloud.billed == {"mine-dev-0"}
+    said = record.load(before.run_id).teardown
+    told = [event.text for event in world.of(Warned)]
+    if away == "fleet":
+        assert (said, told) == ("confirmed", [])
+    else:
+        assert said == "kept"
+        assert ["until its lease is over" in text for text in told] == [True]

@@ -518,6 +518,19 @@ def test_a_run_that_may_be_queued_though_its_submission_failed_is_named_and_kept
     assert Folder("run-1").run_file.exists()
 
 
+def test_a_run_whose_resumption_never_came_into_the_bucket_is_what_it_was_before(project, tmp_path, monkeypatch):
+    store = open_store(f"file://{tmp_path}/bucket")
+    monkeypatch.setattr(location.Backend, "shared", store)
+    project.world.hooks["up"] = StackError("the engine refuses")
+    before = project.launch().record
+    request = resolve(project.spec(), before.run_id, project.world.folder, timeouts=project.world.timeouts)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "replace", Mock(side_effect=StoreError("no answer")))
+        with pytest.raises(StackError, match="may be queued"):
+            submit(request, project.world.run_file, resume=before)
+    assert record.find(before.run_id).state is State.FAILED
+
+
 @pytest.mark.parametrize("end", ["stop", "down"])
 def test_a_queued_run_can_be_ended(project, queued, end):
     if end == "down":

@@ -314,6 +314,10 @@ def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(p
     for error in (Transient("no answer"), AuthError("no credentials"), InputError("no such profile")):
         clouds["slurm"].refuses["offers"] = [error]
         assert on_sale.priced(spec, at_once, unheard) == Priced(9.0, ("aws",), {"slurm": error})
+    moves = clouds["aws"].on_sale[0]
+    clouds["aws"].on_sale.append(moves.model_copy(update={"market": "spot", "most_usd_per_hour": 9.5}))
+    assert on_sale.priced(spec, at_once, unheard).usd_per_hour == 9.5, "its price may rise"
+    clouds["aws"].on_sale.pop()
     clouds["slurm"].refuses["offers"] = []
     clouds["slurm"].on_sale.clear()
     found = on_sale.priced(spec, at_once, unheard)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.gateway import Team
@@ -299,3 +301,87 @@ def test_a_stop_that_did_not_come_into_the_backend_is_sent_by_the_next_superviso
         begun_again()
     with team.on("a"), supervising(RUN):
         assert not Folder(RUN).stop.exists()
+
+
+def asked_in_vain(monkeypatch) -> None:
+    """The request does not come into the bucket."""
+    with monkeypatch.context() as patched:
+        patched.setattr(FileStore, "put", Mock(side_effect=Unavailable("no answer")))
+        with pytest.raises(StackError) as told:
+            shared.ask_to_stop(RUN)
+    assert "no other machine knows yet that it is to end" in told.value.what
+    assert "no answer" in told.value.why
+    assert "next command on this machine" in told.value.next_step
+
+
+@pytest.mark.parametrize("look", [lambda: shared.pull(fresh=True), shared.unsettled])
+def test_a_stop_that_did_not_come_is_sent_by_the_next_look_for_a_supervisor_elsewhere(team: Team, monkeypatch, look):
+    with team.on("b"):
+        records.save(run(state=State.RUNNING))
+    with team.on("a"):
+        asked_in_vain(monkeypatch)
+    with team.on("b"), supervising(RUN):
+        assert not Folder(RUN).stop.exists()
+        with team.on("a"):
+            with monkeypatch.context() as patched:
+                patched.setattr(FileStore, "put", Mock(side_effect=Unavailable("no answer")))
+                look()  # and fails not for it
+            look()
+        with team.on("b"):
+            shared._renewals[RUN].look_for_stop()
+            assert Folder(RUN).stop.exists()
+
+
+@pytest.mark.parametrize("over", [{"state": State.FAILED, "ended_at": 9.0}, {"submitted_at": time.time() + 99}])
+def test_a_stop_that_comes_too_late_is_not_sent(team: Team, monkeypatch, over: dict[str, Any]):
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        asked_in_vain(monkeypatch)
+    with team.on("b"):
+        records.write(replace(records.load(RUN), **over))
+    with team.on("a"):
+        shared.pull()
+        with supervising(RUN):
+            assert location.current().shared.stat(f"stops/{RUN}") is None
+            assert Folder(RUN).stop.exists() is ("ended_at" in over)
+
+
+def never_came(monkeypatch, *, resumed: bool = False) -> None:
+    """A submission whose record does not come into the bucket, and that does not know."""
+    monkeypatch.setattr(
+        FileStore, "replace" if resumed else "put_if_absent", Mock(side_effect=Unavailable("no answer"))
+    )
+    with pytest.raises(StackError), records.opening():
+        records.save(run(state=State.QUEUED))
+
+
+@pytest.mark.parametrize("by", ["its age", "the lock of submissions", "its supervisor", "its state"])
+def test_a_submission_that_never_came_is_dropped_once_it_is_surely_over(team: Team, monkeypatch, by: str):
+    with ExitStack() as busy:
+        with monkeypatch.context() as patched, team.on("a"):
+            never_came(patched)
+        with team.on("a"):
+            if by == "its state":
+                path = Folder(RUN).record
+                path.write_text(path.read_text().replace('"queued"', '"running"'))
+            assert [each.run_id for each in records.every(fresh=True)] == [RUN]
+            if by != "its age":
+                monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
+            if by == "the lock of submissions":
+                busy.enter_context(records.opening())
+            if by == "its supervisor":
+                busy.enter_context(hold(Folder(RUN).lock))
+            assert [each.run_id for each in records.every(fresh=True)] == [RUN]
+            busy.close()
+            monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
+            assert (records.every(fresh=True) == []) is (by != "its state")
+
+
+def test_of_a_resumed_run_whose_submission_never_came_the_backend_has_what_was_before(team: Team, monkeypatch):
+    with team.on("a"):
+        records.save(run(state=State.FAILED, teardown="confirmed"))
+        with monkeypatch.context() as patched:
+            never_came(patched, resumed=True)
+        assert records.load(RUN).state is State.QUEUED
+        shared.forget(RUN)
+        assert records.find(RUN).state is State.FAILED
