@@ -177,10 +177,11 @@ def _with(schedule: Schedule, at: set[float], **changes: Any) -> Schedule:
 
 def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
     """Whether a run was submitted for a due time of which something else became meanwhile, or could not begin until it
-    is too late."""
+    is too late. One that is queued again, because its kept fleet has lost a machine, has begun in time."""
     if schedule is None or record.state.final:
         return False
-    queued_s = now - max(record.due_at, record.created_at) if record.state is State.QUEUED else 0.0
+    waits = record.state is State.QUEUED and not record.attempt
+    queued_s = now - max(record.due_at, record.created_at) if waits else 0.0
     decided = (due for due in schedule.history if due.at == record.due_at)
     return queued_s > schedule.start_within_s or any(due.outcome.final or not due.run_id for due in decided)
 
