@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 
 from mgpu import __version__, paths
-from mgpu.backend import location
+from mgpu.backend import location, settings
 from mgpu.errors import InputError, StackError
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
@@ -161,7 +161,7 @@ def github(every_s: float) -> Caller:
         role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": region()}
         steps.append({"uses": "aws-actions/configure-aws-credentials@v5", "with": role})
     needs = {_THE_PASSPHRASE: {"env": {PASSPHRASE: f"${{{{ secrets.{PASSPHRASE} }}}}"}}}
-    steps += [{"name": name, "run": run, **needs.get(name, {})} for name, run in _SET_UP.items()]
+    steps += [{"name": name, "run": run, **needs.get(name, {})} for name, run in _set_up().items()]
     given = {name: f"${{{{ secrets.{name} }}}}" for name in names if name not in refused}
     steps.append({"name": "One pass", "run": "mgpu reconcile", "env": given})
     may = {"statuses": "write"} if _THE_WORKFLOWS in names else {}
@@ -201,7 +201,7 @@ def gitlab(every_s: float) -> Caller:
             "rules": [{"if": '$CI_PIPELINE_SOURCE == "schedule"'}],
             "timeout": "1h",
             "variables": {location.VARIABLE: url_elsewhere()},
-            "script": [*_SET_UP.values(), "mgpu reconcile"],
+            "script": [*_set_up().values(), "mgpu reconcile"],
         }
     }
     return Caller(
@@ -225,12 +225,19 @@ PUT_IN_PLACE = (
     'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi'
 )
 """A command of a shell that puts it where mgpu looks for it."""
+_REQUIRED = f': "${{{PASSPHRASE}:?is not set here: nobody else could open the stacks that this job makes}}" && '
 # steps of a CI's job, by what they do
 _SET_UP = {
     "mgpu": f"pip install --quiet mgpu=={__version__}",
     "The Pulumi engine": "python -m mgpu.iac.engine.install",
     _THE_PASSPHRASE: PUT_IN_PLACE,
 }
+
+
+def _set_up() -> dict[str, str]:
+    """Those, for this backend: where a passphrase encrypts its stacks, no job goes on with one of its own."""
+    required = _REQUIRED if settings.secrets_provider() == settings.PASSPHRASE else ""
+    return {**_SET_UP, _THE_PASSPHRASE: f"{required}{PUT_IN_PLACE}"}
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(callers.location, "current", lambda: replace(known, folder=None))
     monkeypatch.setattr(callers, "variable_names", lambda: named)
     monkeypatch.setattr(kept, "every", lambda: found)
+    monkeypatch.setattr(callers.settings, "secrets_provider", lambda: "passphrase")
     monkeypatch.setenv("MGPU_PASSPHRASE", "open sesame")
     (user / "bin" / "python").symlink_to(sys.executable)
     return user
@@ -253,6 +254,30 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
     assert job["image"] == "python:3.12", "with git"
     assert fits("gitlab-ci", Path(".gitlab/mgpu.yml")) == ""
+
+
+@pytest.mark.parametrize(("way", "file"), [("github", ".github/workflows/mgpu.yml"), ("gitlab", ".gitlab/mgpu.yml")])
+@pytest.mark.parametrize("by", ["passphrase", "awskms://alias/mgpu?region=eu-west-1"])
+def test_no_job_makes_a_passphrase_of_its_own(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch, way: str, file: str, by: str
+):
+    """Nobody else could open what it makes."""
+    monkeypatch.setattr(callers.settings, "secrets_provider", lambda: by)
+    assert mgpu("schedule", "install", f"--{way}", "--yes").return_value == 0
+    found = yaml.safe_load(Path(file).read_text())
+    (job,) = found.get("jobs", found).values()
+    (step,) = (each for each in _commands(job) if "passphrase" in each)
+    monkeypatch.delenv("MGPU_PASSPHRASE")
+    monkeypatch.setenv("HOME", str(bucket))
+    done = subprocess.run(["/bin/sh", "-ec", step], capture_output=True, text=True, check=False)
+    if by == "passphrase":
+        assert (done.returncode != 0, "MGPU_PASSPHRASE: is not set here" in done.stderr) == (True, True)
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def _commands(job: dict[str, Any]) -> list[str]:
+    return job["script"] if "script" in job else [step["run"] for step in job["steps"] if "run" in step]
 
 
 def test_github_has_its_own_token_and_the_keys_of_a_bucket_that_is_elsewhere(bucket: Path, monkeypatch):
