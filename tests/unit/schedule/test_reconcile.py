@@ -459,6 +459,28 @@ def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     assert nights.outcomes == ["running"]
 
 
+def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_removed(nights):
+    nights.add()
+    found = kept.load("nightly")
+    other = replace(found, name="mars", uid="u2", timezone="Mars/Olympus")
+    place = kept.folder(found).parents[1]
+    (place / "schedules" / "mars.json").write_bytes(other.to_json())
+    (place / other.submission).mkdir()
+    (place / other.submission / "mgpu.yaml").write_text("")
+    report = nights.works(hours=1)
+    assert [(each.what, "Mars/Olympus" in each.why) for each in report.failures] == [
+        ("schedule mars cannot be read here", True)
+    ]
+    assert nights.outcomes == ["running"]
+    assert "schedule mars cannot be read here" in mgpu("schedule", "ls").stderr
+    save = nights.world.record("mars-1125-abcde", state=State.RUNNING, schedule="mars")
+    assert "run mars-1125-abcde is not over" in str(mgpu("schedule", "rm", "mars").exception)
+    record.write(replace(save, state=State.STOPPED, schedule="mars"))
+    assert mgpu("schedule", "rm", "mars").return_value == 0
+    assert [each.name for each in (place / "schedules").iterdir()] == ["nightly.json"]
+    assert [each.name for each in (place / "submissions").iterdir()] == [Path(found.submission).name]
+
+
 @pytest.mark.parametrize("ahead_h", [30.0, -30.0])
 def test_a_machine_whose_clock_is_wrong_goes_by_the_backends(nights, monkeypatch, ahead_h):
     """It neither lets times pass that have not come, nor starts some that have not."""
