@@ -75,6 +75,20 @@ def test_one_interrupt_is_forwarded_and_the_rest_are_not(run):
     assert run.out.read_text().count("int") == 1
 
 
+def test_one_that_was_interrupted_and_takes_long_gets_no_second_interrupt_at_its_limit(run, monkeypatch):
+    """It would leave without saving. Its time is over as soon as it has been told."""
+    late = (run.out.exists() and "int" in run.out.read_text() for _ in itertools.count())
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 10 if next(late) else 0))
+
+    def interrupt():
+        if run.out.read_text().startswith("ready"):
+            run.cli.interrupt()
+
+    with pytest.raises(StackError, match="did not end within 10 s"):
+        run(WAITS, look=interrupt)
+    assert run.out.read_text().count("int") == 1
+
+
 @pytest.mark.parametrize(("undone", "status"), [(True, -2), (False, 0)])
 def test_an_interrupt_while_an_operation_is_being_started_is_not_lost(undone, status, tmp_path):
     """It comes after the driver's own look, and before there is a process to be told."""

@@ -24,12 +24,13 @@ class CliProcess:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._cancelled = False  # that process
         self.interrupted = False
 
     def interrupt(self) -> None:
         """Asks the CLI, if one runs, to cancel: what is under way is undone and saved. For signal handlers too."""
         already, self.interrupted = self.interrupted, True
-        if not already:  # a second signal would make the CLI leave without saving
+        if not already:
             self._cancel()
 
     def run(
@@ -51,6 +52,7 @@ class CliProcess:
         Raises:
             StackError: it did not end within `limit_s` seconds: it was cancelled, and killed `grace_s` after that.
         """
+        self._cancelled = False
         self._process = subprocess.Popen(
             argv,
             cwd=cwd,
@@ -96,5 +98,7 @@ class CliProcess:
         return process.poll()
 
     def _cancel(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        """Once: a second signal would make the CLI leave without saving."""
+        if self._process is not None and self._process.poll() is None and not self._cancelled:
+            self._cancelled = True
             os.kill(self._process.pid, signal.SIGINT)
