@@ -99,6 +99,16 @@ def test_an_interrupt_while_an_operation_is_being_started_is_not_lost(undone, st
         assert cli.run(argv, cwd=tmp_path, env={}, out=out, err=out, limit_s=10, undone=undone) == status
 
 
+def test_what_is_under_way_is_undone_where_its_progress_cannot_be_followed(run):
+    def broken():
+        if run.out.read_text().startswith("ready"):
+            raise ValueError("no event")
+
+    with pytest.raises(ValueError, match="no event"):
+        run("trap 'echo undone; exit 3' INT; echo ready; for i in $(seq 200); do sleep 0.02; done", look=broken)
+    assert run.out.read_text() == "ready\nundone\n"
+
+
 def test_ctrl_c_in_the_driver_is_forwarded_and_drained(run):
     def ctrl_c():
         if run.out.read_text().startswith("ready") and not run.cli.interrupted:
@@ -188,6 +198,11 @@ def test_a_line_that_comes_in_two_pieces_is_one_event():
 
 def step(op, kind="mgpu:index:Fleet", **more):
     return {"resourcePreEvent": {"metadata": {"op": op, "type": kind, "urn": f"urn:pulumi:s::p::{kind}::it", **more}}}
+
+
+def test_a_line_that_a_full_disk_has_cut_off_hides_no_other():
+    log = stream(b'{"diagnosticEvent": {"mess', b'{"sequence": 7}\n\n', diagnostic("error", "sold out"))
+    assert (log.errors, log.outputs) == (["sold out"], None)
 
 
 def test_changes_name_what_changes_and_from_what_to_what():

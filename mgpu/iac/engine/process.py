@@ -67,6 +67,9 @@ class CliProcess:
             self._cancel()
         try:
             return self._wait(self._process, limit_s, look)
+        except Exception:  # of `look`: nobody else would look after what is under way
+            self._obeys(self._process)
+            raise
         finally:
             self._process = None
 
@@ -74,14 +77,20 @@ class CliProcess:
         status = self._until(process, time.monotonic() + limit_s, look)
         if status is not None:
             return status
-        self._cancel()
-        if self._until(process, time.monotonic() + self._grace_s, look) is None:
-            process.kill()
-            process.wait()
+        if not self._obeys(process, look):
             cure = "Run the same command again: it releases the lock, and finds what was made."
             raise StackError(f"pulumi did not end within {limit_s:.0f} s and was killed", "It did not obey.", cure)
         why = "It was cancelled, and has saved what it had done."
         raise StackError(f"pulumi did not end within {limit_s:.0f} s", why, "Run the same command again.")
+
+    def _obeys(self, process: subprocess.Popen[bytes], look: Callable[[], None] = lambda: None) -> bool:
+        """Cancels it; False: it did not end in time, and was killed."""
+        self._cancel()
+        if self._until(process, time.monotonic() + self._grace_s, look) is not None:
+            return True
+        process.kill()
+        process.wait()
+        return False
 
     def _until(self, process: subprocess.Popen[bytes], deadline: float, look: Callable[[], None]) -> int | None:
         """The exit status, or None at the deadline."""
