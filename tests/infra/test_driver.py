@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -305,6 +306,28 @@ def test_an_empty_passphrase_is_refused(stack):
     with pytest.raises(StackError, match="passphrase"):
         stack.init()
     assert not stack.exists()
+
+
+@pytest.mark.parametrize("there", ["encryptionsalt: v1:abc\nconfig: {mgpu:runFile: elsewhere}\n", ""])
+def test_a_full_disk_leaves_a_stacks_configuration_as_it_was(stack, engine, tmp_path, monkeypatch, there):
+    """Empty: as a full disk has left it before."""
+    engine("")
+    stack.init()
+    config = tmp_path / "log" / "Pulumi.s.yaml"
+    config.write_text(there)
+
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            stack.init()
+    assert (config.read_text(), len([*config.parent.iterdir()])) == (there, 2)
+    stack.init()
+    found = yaml.safe_load(config.read_text())
+    assert found["config"]["mgpu:runFile"] == str(tmp_path / "r.yaml")
+    assert found.get("encryptionsalt") == ("v1:abc" if there else None)
 
 
 def test_an_interrupt_before_up_is_not_forgotten(stack):
