@@ -547,6 +547,28 @@ def test_each_run_has_a_process_and_what_it_says_is_passed_on(commands, monkeypa
     assert [event.text for event in told] == ["a: hello"]
 
 
+def test_one_that_cannot_be_started_ends_no_other(commands, monkeypatch):
+    commands |= dict.fromkeys("abc", 'echo \'{"state": "running"}\'')
+    start, numbers = subprocess.Popen, iter(range(3))
+
+    def full(*args: Any, **more: Any) -> Any:
+        if next(numbers) == 1:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return start(*args, **more)
+
+    monkeypatch.setattr(supervisors.subprocess, "Popen", full)
+    found = Supervisors(lambda _: None)
+    for run in "abc":
+        found.begin(Need(run, "queued"), 0.0)
+    looked = ended(found)
+    assert {run: (each.state, each.exit_code) for run, each in looked.items()} == {
+        "a": ("running", 0),
+        "b": (None, 4),
+        "c": ("running", 0),
+    }
+    assert (looked["b"].error or {})["why"] == "Resource temporarily unavailable"
+
+
 def test_of_those_that_watch_none_waits_for_another(commands, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisors, "_AT_ONCE", 1)
     found = Supervisors(lambda _: None)
