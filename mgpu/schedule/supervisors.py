@@ -51,7 +51,7 @@ class Looked:
         if self.state is not None:
             return None
         words = {"what": f"run {self.need.run_id}: its supervisor ended with exit code {self.exit_code}"}
-        return self.said.get("error") or {**words, "exit_code": self.exit_code or 1}
+        return self.said.get("error") or {**words, "exit_code": max(self.exit_code, 1)}  # below 0: a signal's
 
 
 @dataclass

@@ -24,7 +24,7 @@ from waiting import until
 from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import AuthError, ConnectionFailed, InputError, MgpuError, StackError
+from mgpu.errors import AuthError, ConnectionFailed, InputError, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Warned
 from mgpu.iac.naming import fleet_name
 from mgpu.providers.base import NodePhase
@@ -1037,6 +1037,11 @@ def test_the_pass_tells_the_worst_of_what_could_not_be_done(nights, monkeypatch)
     assert "mgpu down b" in told.stderr
     looked.pop()
     assert mgpu("reconcile", "--json").return_value == 2
+    looked[:] = [Looked(Need("a", "running"), -9, {})]
+    assert mgpu("reconcile").return_value == 1, "one that was killed"
+    looked[:] = [Looked(Need("a", "running"), 130, {"error": {"what": "taken over", "exit_code": 130}})]
+    report.failures.append(TeardownIncomplete("fleet f may still be billed"))
+    assert mgpu("reconcile").return_value == 7, "it beats all others"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
