@@ -425,6 +425,15 @@ def test_a_record_that_cannot_be_read_is_told_and_its_time_goes_on(nights):
     assert nights.outcomes == ["running"]
 
 
+def test_a_run_whose_record_cannot_be_read_is_not_passed_over_in_silence(nights):
+    nights.world.record("it-1125-abcde")
+    Folder("it-1125-abcde").record.write_text('{"state": "of a newer mgpu"}')
+    report = nights.works()
+    assert [(each.what, each.exit_code) for each in report.failures] == [
+        ("the record of run it-1125-abcde cannot be read", 2)
+    ]
+
+
 def test_who_watches_outlives_a_backend_that_is_away_and_tries_a_run_again_later(nights, monkeypatch):
     """And does not ask for the same thing all the time."""
     nights.world.program = nights.world.train_on
