@@ -346,7 +346,7 @@ def install(
     if way == "kubernetes":
         found = kubernetes.caller(every or _EVERY_S[way], namespace, kubernetes.require(image))
     else:
-        found = _caller(way, every)
+        found = _caller(way, every, asked=True)
     files = {**found.files, **{path: text for path, text in found.own.items() if not path.exists()}}
     if not as_json:
         _show(console, found, files)
@@ -468,7 +468,7 @@ def _require_sense(way: str | None, **given: str | None) -> None:
             raise InputError(f"--{name} belongs to {ways}", why, f"Leave --{name} out, or take that way.")
 
 
-def _caller(way: str | None, every: float | None) -> Caller:
+def _caller(way: str | None, every: float | None, *, asked: bool = False) -> Caller:
     from mgpu.schedule import callers
 
     if way is None:
@@ -476,7 +476,7 @@ def _caller(way: str | None, every: float | None) -> Caller:
         raise InputError(
             "by what is it to be called?", f"One of {ways} says it.", "See `mgpu schedule install --help`."
         )
-    return callers.WAYS[way](every or _EVERY_S[way])
+    return callers.WAYS[way](every or _EVERY_S[way], callers.Needs.asked() if asked else callers.Needs())
 
 
 def _set(name: str, as_json: bool, how: Callable[[Schedule, float], Schedule], said: str) -> int:

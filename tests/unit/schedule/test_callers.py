@@ -131,6 +131,20 @@ def test_a_line_of_crontab(user: Path):
     assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
 
 
+@pytest.mark.parametrize("way", ["cron", "systemd", "github", "gitlab"])
+def test_what_calls_passes_can_be_taken_back_when_the_backend_is_gone(bucket: Path, monkeypatch, way: str):
+    monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")
+    assert mgpu("schedule", "install", f"--{way}", "--yes").return_value == 0
+
+    def gone() -> Any:
+        raise StackError("the backend could not be asked")
+
+    for place, name in ((callers, "variable_names"), (callers.settings, "secrets_provider"), (kept, "every")):
+        monkeypatch.setattr(place, name, gone)
+    assert "could not be asked" in str(mgpu("schedule", "install", f"--{way}", "--yes").exception)
+    assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
+
+
 def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
     (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
     (user / "broken").touch()
