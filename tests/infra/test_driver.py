@@ -529,7 +529,9 @@ def test_a_program_is_kept_whole_and_finds_the_plugin_of_the_machine_that_it_is_
     here = settings["plugins"]["providers"][0]["path"]
     theirs = [{"name": "mgpu", "path": "/elsewhere"}, {"name": "other", "path": "/other"}]
     (kept / "Pulumi.yaml").write_text(yaml.safe_dump({**settings, "plugins": {"providers": theirs}}))
-    project.settle(kept)
+    with (kept / "Pulumi.yaml").open() as read:
+        project.settle(kept)
+        assert "/elsewhere" in read.read(), "an engine that has begun to read it reads it to its end"
     found = yaml.safe_load((kept / "Pulumi.yaml").read_text())
     assert [each["path"] for each in found.pop("plugins")["providers"]] == [here, "/other"]
     assert found.items() <= settings.items()

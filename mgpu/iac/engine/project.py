@@ -14,6 +14,7 @@ import yaml
 import mgpu
 from mgpu import paths
 from mgpu.errors import InputError, StackError
+from mgpu.iac import environment
 from mgpu.iac.engine import state_file
 from mgpu.iac.naming import BASE_PROJECT, PASSES_PROJECT, PROJECT, RUNS_PROJECT
 
@@ -125,7 +126,7 @@ def settle(project: Path) -> None:
     for plugin in (settings.get("plugins") or {}).get("providers") or ():
         if plugin.get("name") == _PLUGIN and plugin.get("path") != _scripts():
             plugin["path"] = _scripts()
-            path.write_text(yaml.safe_dump(settings, sort_keys=False))
+            environment.replace(path, yaml.safe_dump(settings, sort_keys=False))  # an engine may be reading it
 
 
 def project_name(project: Path) -> str:
