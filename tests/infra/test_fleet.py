@@ -676,7 +676,7 @@ def test_a_provider_that_does_not_answer_for_a_moment_is_asked_again_what_machin
 
 
 def test_a_provider_that_does_not_answer_concludes_nothing(wire, here, made, fake, monkeypatch):
-    monkeypatch.setattr(fleet, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(acquire, "ANSWER_S", 0.0)
     fake.refuse_describe = Transient("503", "the provider is down", "Try again.")
     with pytest.raises(grpc.RpcError) as failed:
         wire.read(here, made[0], made[2], made[1])
@@ -1023,6 +1023,20 @@ def guard(wire, at):
     inputs = wire.inputs(where, {"provider": "fake", "options": {"a": "b"}})
     answer = wire.create(where, inputs)
     return where, answer.id, from_struct(answer.properties)
+
+
+def test_the_guard_asks_a_provider_again_that_is_busy_for_a_moment(wire, guard, made, fake, monkeypatch):
+    busy, listed = [RateLimited("too many calls")], fake.list_owned
+
+    def list_owned(owner):
+        if busy:
+            raise busy.pop()
+        return listed(owner)
+
+    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
+    monkeypatch.setattr(fake, "list_owned", list_owned)
+    wire.delete(*guard)
+    assert (busy, bool(fake.running)) == ([], False)
 
 
 def test_the_guard_sweeps_what_state_does_not_know(wire, here, guard, made, fake):

@@ -61,7 +61,6 @@ _REPLACES = (
 _BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
 
 
-_ANSWER_S = 30.0  # for what machines are, from a provider that is busy, or silent for a moment
 _LOOKED_S = 60.0  # for machines that a refused search may be in want of, while the provider does not answer
 
 
@@ -348,7 +347,7 @@ def _grown(handle: Handle, nodes: int) -> Handle:
 
 
 def _described(call: Call, provider: Provider, handle: Handle) -> FleetState:
-    return acquire.patiently(lambda: provider.describe(handle), _ANSWER_S, call.cancelled.wait, call.emit)
+    return acquire.patiently(lambda: provider.describe(handle), acquire.ANSWER_S, call.cancelled.wait, call.emit)
 
 
 def _missing(call: Call, provider: Provider, handle: Handle) -> tuple[int, ...]:
