@@ -538,3 +538,24 @@ def test_a_program_is_kept_whole_and_finds_the_plugin_of_the_machine_that_it_is_
     with pytest.raises(StackError, match="not a Pulumi project"):
         project.keep_program(tmp_path, kept)
     assert (kept / "infra" / "more.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("main", "program", "kept_as"),
+    [
+        ("run.py", "p/run.py", "run.py"),
+        ("../shared", "shared/__main__.py", "program"),
+        ("../shared/run.py", "shared/run.py", "program/run.py"),
+    ],
+)
+def test_a_program_of_the_users_own_is_kept_wherever_its_settings_say_that_it_is(tmp_path, main, program, kept_as):
+    folder, kept = tmp_path / "p", tmp_path / "kept"
+    folder.mkdir()
+    (tmp_path / program).parent.mkdir(exist_ok=True)
+    (tmp_path / program).write_text("x = 1")
+    (folder / "Pulumi.yaml").write_text(yaml.safe_dump({"name": "n", "runtime": "python", "main": main}))
+    project.keep_program(folder, kept)
+    assert yaml.safe_load((kept / "Pulumi.yaml").read_text()) == {"name": "n", "runtime": "python", "main": kept_as}
+    place = kept / kept_as
+    assert (place if place.is_file() else place / Path(program).name).read_text() == "x = 1"
+    assert {path.name for path in tmp_path.iterdir()} <= {"p", "kept", "shared"}

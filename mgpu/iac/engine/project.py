@@ -111,12 +111,18 @@ def keep_program(project: Path, dest: Path) -> None:
     from mgpu.remote.snapshot import scan
 
     project_name(project)
-    settings = (project / "Pulumi.yaml").read_text()
-    main = str((yaml.safe_load(settings) or {}).get("main") or ".")
+    text = (project / "Pulumi.yaml").read_text()
+    settings, root = yaml.safe_load(text), project.resolve()
+    main = (root / str(settings.get("main") or ".")).resolve()  # a folder, or the file that is run
+    source = main.parent if main.is_file() else main
+    below = source.relative_to(root) if source.is_relative_to(root) else None
+    place = dest / (below or "program")
     shutil.rmtree(dest, ignore_errors=True)
-    (dest / main).mkdir(parents=True, mode=0o700)
-    scan(project / main).write_to(dest / main)
-    (dest / "Pulumi.yaml").write_text(settings)
+    place.mkdir(parents=True, mode=0o700)
+    scan(source).write_to(place)
+    if below is None:  # beside the settings it would not be kept with them
+        text = yaml.safe_dump(settings | {"main": str(Path("program", main.relative_to(source)))}, sort_keys=False)
+    (dest / "Pulumi.yaml").write_text(text)
 
 
 def settle(project: Path) -> None:
