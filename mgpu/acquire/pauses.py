@@ -10,6 +10,7 @@ from typing import TypeVar
 from mgpu.errors import MgpuError, ProviderError, RateLimited, Transient
 from mgpu.events import Emit, Note
 
+ANSWER_S = 30.0  # for what there is, of a provider that is busy, or silent for a moment
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
 _T = TypeVar("_T")
 

@@ -2,6 +2,7 @@
 
     <backend>/mgpu/unsettled/outbox/<whose>/<sink>/<at>-<id>.json   waits; `claim` says who delivers it right now
     <backend>/mgpu/<whose>/told/<sink>/<id>                         was delivered
+    <backend>/mgpu/<whose>/told/<sink>/<id>.<who>                   one of several who are told has taken it
 
 `whose` is `runs/<run>`, or `submissions/<name>.<uid>` of a schedule. A message is delivered by who has claimed it, with
 a conditional write, and the mark is there before the message goes: of any number that look at once one delivers it. A
@@ -85,6 +86,18 @@ class Outbox:
     def noted(self, ident: str) -> bool:
         """Whether this machine has told a message while it could not be kept."""
         return _noted(f"{self._told}{ident}")
+
+    def took(self, ident: str, who: str) -> bool:
+        """Whether one of several who are told of a message has taken it, as far as the backend says."""
+        with suppress(StackError), _backend() as store:
+            return store.stat(f"{self._told}{ident}.{who}") is not None
+        return False
+
+    def note_taken(self, ident: str, who: str) -> None:
+        """Notes that one of several has taken a message, which the others may get later; a backend that is away cannot:
+        that one is told again, with the same id."""
+        with suppress(StackError), _backend() as store:
+            store.put(f"{self._told}{ident}.{who}", b"")
 
     def deliver(self, tell: Callable[[Message], None]) -> bool:
         """Delivers what waits, in its order: what cannot be delivered holds up what is newer. False: somebody else is

@@ -95,10 +95,10 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     errors = [*report.failures, *(_of(each.error) for each in report.looked if each.error is not None)]
     for error in errors:
         console.error(error)
-    if left := [each.need.run_id for each in report.looked if each.exit_code == TeardownIncomplete.exit_code]:
-        console.next(*(f"mgpu down {run}    give back what may still be billed" for run in left))
-        return TeardownIncomplete.exit_code
-    return max((error.exit_code for error in errors), default=0)
+    left = [each.need.run_id for each in report.looked if each.exit_code == TeardownIncomplete.exit_code]
+    console.next(*(f"mgpu down {run}    give back what may still be billed" for run in left))
+    codes = [error.exit_code for error in errors]
+    return TeardownIncomplete.exit_code if left or TeardownIncomplete.exit_code in codes else max(codes, default=0)
 
 
 def _sinks_of(schedule: Schedule) -> Makers:

@@ -115,6 +115,7 @@ def add(
 
     spec = load(run_file, changes=changes)
     times, console, now = Times(cron, timezone), Console(as_json=as_json), time.time()
+    times.require_same_everywhere()
     name = name or spec.name
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name):
         raise InputError(f"--name {name}", "A name has small letters, digits and dashes.", "Name another one.")
@@ -268,14 +269,20 @@ def run_now(name: str, as_json: bool) -> int:
 def rm(name: str, as_json: bool) -> int:
     """Remove a schedule, and the history of its times; records of its runs stay."""
     from mgpu.schedule import kept
+    from mgpu.schedule.model import Damaged
 
-    console, found = Console(as_json=as_json), kept.load(name)
-    if run := _busy(_settled(replace(found, paused=True), 0.0)) or _owing(found):
+    console, found = Console(as_json=as_json), None
+    try:
+        found = kept.load(name)
+    except Damaged:
+        if as_json:  # there is nothing to show of it
+            raise
+    if run := (found and _busy(_settled(replace(found, paused=True), 0.0))) or _owing(name):
         cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
         raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
-    kept.remove(found)
+    kept.remove(found) if found else kept.remove_damaged(name)
     console.say(f"schedule {name} is removed")
-    if as_json:
+    if found and as_json:
         console.result(_result(found))
     return 0
 
@@ -339,7 +346,7 @@ def install(
     if way == "kubernetes":
         found = kubernetes.caller(every or _EVERY_S[way], namespace, kubernetes.require(image))
     else:
-        found = _caller(way, every)
+        found = _caller(way, every, asked=True)
     files = {**found.files, **{path: text for path, text in found.own.items() if not path.exists()}}
     if not as_json:
         _show(console, found, files)
@@ -462,7 +469,7 @@ def _require_sense(way: str | None, **given: str | None) -> None:
             raise InputError(f"--{name} belongs to {ways}", why, f"Leave --{name} out, or take that way.")
 
 
-def _caller(way: str | None, every: float | None) -> Caller:
+def _caller(way: str | None, every: float | None, *, asked: bool = False) -> Caller:
     from mgpu.schedule import callers
 
     if way is None:
@@ -470,7 +477,7 @@ def _caller(way: str | None, every: float | None) -> Caller:
         raise InputError(
             "by what is it to be called?", f"One of {ways} says it.", "See `mgpu schedule install --help`."
         )
-    return callers.WAYS[way](every or _EVERY_S[way])
+    return callers.WAYS[way](every or _EVERY_S[way], callers.Needs.asked() if asked else callers.Needs())
 
 
 def _set(name: str, as_json: bool, how: Callable[[Schedule, float], Schedule], said: str) -> int:
@@ -484,11 +491,11 @@ def _set(name: str, as_json: bool, how: Callable[[Schedule, float], Schedule], s
     return 0
 
 
-def _owing(found: Schedule) -> str:
-    """A run of it that still needs its code: somebody has machines of it to give back."""
+def _owing(name: str) -> str:
+    """A run of a schedule that still needs its code: somebody has machines of it to give back."""
     from mgpu.run.record.record import every
 
-    runs = (each for each in every() if each.schedule == found.name)
+    runs = (each for each in every() if each.schedule == name)
     return next((each.run_id for each in runs if not each.settled or each.teardown == "kept"), "")
 
 

@@ -100,7 +100,7 @@ def write_env(project: Path, variables: dict[str, str]) -> Path:
     lines += [f"unset {AMBIENT_PASSPHRASE}  # Pulumi would prefer it to the file, even empty"]
     target = project / ".mgpu" / "env"
     target.parent.mkdir(exist_ok=True)
-    _replace(target, "\n".join(lines) + "\n")
+    replace(target, "\n".join(lines) + "\n")
     return target
 
 
@@ -133,8 +133,9 @@ def make_passphrase() -> Path:
     return path
 
 
-def _replace(target: Path, text: str) -> None:
-    """Writes aside and renames, unless the file says so already: a reader sees the old text or the new one."""
+def replace(target: Path, text: str) -> None:
+    """Writes aside and renames, unless the file says so already: a reader sees the old text or the new one, and on a
+    full disk the old one stays."""
     if target.exists() and target.read_bytes() == os.fsencode(text):
         return
     aside = _write_aside(target, text)
@@ -155,8 +156,12 @@ def _create_once(target: Path, text: str) -> None:
 
 def _write_aside(target: Path, text: str) -> Path:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")  # mkstemp makes it 0600
-    with os.fdopen(handle, "wb") as file:
-        file.write(os.fsencode(text))  # it names paths, for a shell
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(os.fsencode(text))  # it names paths, for a shell
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        Path(name).unlink()
+        raise
     return Path(name)

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 
 from mgpu import __version__, paths
-from mgpu.backend import location
+from mgpu.backend import location, settings
 from mgpu.errors import InputError, StackError
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
@@ -95,9 +95,26 @@ class Caller:
             path.unlink(missing_ok=True)
 
 
-def systemd(every_s: float) -> Caller:
+@dataclass(frozen=True)
+class Needs:
+    """What passes need, by what the backend has. By default nothing, for what is only taken back: the backend may be
+    gone by then."""
+
+    variables: tuple[str, ...] = ()
+    passphrase: bool = False  # encrypts the secrets of stacks
+    git: bool = False  # fetches code
+
+    @classmethod
+    def asked(cls) -> Needs:
+        """Raises StackError, SpecError."""
+        passphrase = settings.secrets_provider() == settings.PASSPHRASE
+        fetches = any(schedule.code_from for schedule in kept.every().schedules.values())
+        return cls(tuple(variable_names()), passphrase, fetches)
+
+
+def systemd(every_s: float, needs: Needs) -> Caller:
     """A timer of this user's. The next pass begins so long after the one before it has ended."""
-    script, name = _script(), caller_name()
+    script, name = _script(needs), caller_name()
     units = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
     service = f"""\
 # Written by `mgpu schedule install --systemd`.
@@ -139,9 +156,9 @@ WantedBy=timers.target
     )
 
 
-def cron(every_s: float) -> Caller:
+def cron(every_s: float, needs: Needs) -> Caller:
     """A line of this user's crontab."""
-    script, mark = _script(), f"# {caller_name()}"
+    script, mark = _script(needs), f"# {caller_name()}"
     log = paths.state_dir() / f"{caller_name()}.log"
     line = f"{fields(every_s)} /bin/sh {shlex.quote(str(script.path))} >> {shlex.quote(str(log))} 2>&1 {mark}"
     others = [each for each in _crontab() if not each.endswith(mark)]
@@ -154,18 +171,18 @@ def cron(every_s: float) -> Caller:
     )
 
 
-def github(every_s: float) -> Caller:
+def github(every_s: float, needs: Needs) -> Caller:
     """A workflow of the repository in the present folder."""
     require_bucket("--github")
-    names = [*dict.fromkeys((*(() if at_aws() else AWS_KEYS[:2]), *variable_names()))]
+    names = [*dict.fromkeys((*(() if at_aws() else AWS_KEYS[:2]), *needs.variables))]
     refused = [name for name in names if name.startswith("GITHUB_") and name != _THE_WORKFLOWS]
     theirs = [name for name in names if name not in (*refused, _THE_WORKFLOWS)]
     steps: list[Mapping[str, object]] = [{"uses": "actions/setup-python@v6", "with": {"python-version": "3.12"}}]
     if at_aws():
         role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": region()}
         steps.append({"uses": "aws-actions/configure-aws-credentials@v5", "with": role})
-    needs = {_THE_PASSPHRASE: {"env": {PASSPHRASE: f"${{{{ secrets.{PASSPHRASE} }}}}"}}}
-    steps += [{"name": name, "run": run, **needs.get(name, {})} for name, run in _SET_UP.items()]
+    secret = {_THE_PASSPHRASE: {"env": {PASSPHRASE: f"${{{{ secrets.{PASSPHRASE} }}}}"}}}
+    steps += [{"name": name, "run": run, **secret.get(name, {})} for name, run in _set_up(needs).items()]
     given = {name: f"${{{{ secrets.{name} }}}}" for name in names if name not in refused}
     steps.append({"name": "One pass", "run": "mgpu reconcile", "env": given})
     may = {"statuses": "write"} if _THE_WORKFLOWS in names else {}
@@ -194,18 +211,18 @@ def github(every_s: float) -> Caller:
     )
 
 
-def gitlab(every_s: float) -> Caller:
+def gitlab(every_s: float, needs: Needs) -> Caller:
     """A job of the repository in the present folder, for a pipeline schedule."""
     require_bucket("--gitlab")
-    aws, fetches = at_aws(), any(schedule.code_from for schedule in kept.every().schedules.values())
-    names = dict.fromkeys((PASSPHRASE, *(() if aws else AWS_KEYS[:2]), *variable_names()))
+    aws = at_aws()
+    names = dict.fromkeys((PASSPHRASE, *(() if aws else AWS_KEYS[:2]), *needs.variables))
     job = {
         caller_name(): {
-            "image": "python:3.12" if fetches else "python:3.12-slim",  # the slim one has no git
+            "image": "python:3.12" if needs.git else "python:3.12-slim",  # the slim one has no git
             "rules": [{"if": '$CI_PIPELINE_SOURCE == "schedule"'}],
             "timeout": "1h",
             "variables": {location.VARIABLE: url_elsewhere()},
-            "script": [*_SET_UP.values(), "mgpu reconcile"],
+            "script": [*_set_up(needs).values(), "mgpu reconcile"],
         }
     }
     return Caller(
@@ -229,12 +246,19 @@ PUT_IN_PLACE = (
     'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi'
 )
 """A command of a shell that puts it where mgpu looks for it."""
+_REQUIRED = f': "${{{PASSPHRASE}:?is not set here: nobody else could open the stacks that this job makes}}" && '
 # steps of a CI's job, by what they do
 _SET_UP = {
     "mgpu": f"pip install --quiet mgpu=={__version__}",
     "The Pulumi engine": "python -m mgpu.iac.engine.install",
     _THE_PASSPHRASE: PUT_IN_PLACE,
 }
+
+
+def _set_up(needs: Needs) -> dict[str, str]:
+    """Those, for this backend: where a passphrase encrypts its stacks, no job goes on with one of its own."""
+    required = _REQUIRED if needs.passphrase else ""
+    return {**_SET_UP, _THE_PASSPHRASE: f"{required}{PUT_IN_PLACE}"}
 
 
 @dataclass(frozen=True)
@@ -246,7 +270,7 @@ class _Script:
     by_hand: tuple[str, ...]  # what is to be set in it, and is not
 
 
-def _script() -> _Script:
+def _script(needs: Needs) -> _Script:
     """One pass, with the environment of this command."""
     path = paths.config_dir() / f"{caller_name()}.sh"
     secrets = path.with_suffix(".env")
@@ -260,7 +284,7 @@ def _script() -> _Script:
         f"exec {shlex.quote(sys.executable)} -m mgpu reconcile",
     ]
     # those that open AWS here, where no profile does
-    names = dict.fromkeys((*variable_names(), *(key for key in AWS_KEYS if os.environ.get(key))))
+    names = dict.fromkeys((*needs.variables, *(key for key in AWS_KEYS if os.environ.get(key))))
     head = f"# {secrets.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it."
     there = os.fsdecode(secrets.read_bytes()) if secrets.exists() else ""
     unset = ", ".join(name for name in names if not re.search(rf"(?m)^\s*(export\s+)?{name}=(?!''|\"\"|\s|$)", there))

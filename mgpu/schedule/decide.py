@@ -177,7 +177,7 @@ def _with(schedule: Schedule, at: set[float], **changes: Any) -> Schedule:
 
 def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
     """Whether a run was submitted for a due time of which something else became meanwhile, or could not begin until it
-    is too late."""
+    is too late. One that is queued again, because its kept fleet has lost a machine, has begun in time."""
     if schedule is None or record.state.final:
         return False
     in_time = record.state is not State.QUEUED or record.attempt  # it has begun: it may be queued again

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from mgpu.run.record.record import Record, State, find
 from mgpu.schedule.model import Schedule, parsed
 
 _SCHEDULES = "schedules/"
+_SUBMISSIONS = "submissions/"
 _LARGEST = 16 << 20  # bytes of a schedule
 _AT_ONCE = 16  # that are read at the same time
 _TRIES = 50
@@ -78,7 +79,7 @@ def add(schedule: Schedule) -> None:
         here.ours.put_if_absent(_key(schedule.name), schedule.to_json())
     there = _find(schedule.name)
     if there is None or there.schedule.uid != schedule.uid:
-        _remove_submission(schedule)
+        _remove_submission(schedule.submission)
         raise _taken(schedule.name)
     if there.ahead_s:
         now = schedule.created_at - there.ahead_s
@@ -132,16 +133,30 @@ def run_of(run_id: str, failed: Callable[[InputError], None] = lambda _: None) -
 
 def remove(schedule: Schedule) -> None:
     """Removes a schedule, and what it submits. Raises StackError."""
+    _remove(schedule.name, [schedule.submission])
+
+
+def remove_damaged(name: str) -> None:
+    """Removes a schedule that cannot be read, and what schedules of its name submit. Raises StackError."""
+    here, begin = location.current(), f"{_SUBMISSIONS}{name}."  # no name has a dot
+    with here.asking("asked for what a schedule submits"):
+        keys = [found.key for found in here.ours.list(_SUBMISSIONS) if found.key.startswith(begin)]
+    _remove(name, {"/".join(key.split("/")[:2]) for key in keys})
+
+
+def _remove(name: str, submissions: Iterable[str]) -> None:
     here = location.current()
     with here.asking("written"):
-        here.ours.delete(_key(schedule.name))
-        outbox.remove(here.ours, schedule.submission)
-    _remove_submission(schedule)
+        here.ours.delete(_key(name))
+        for submission in submissions:
+            outbox.remove(here.ours, submission)
+    for submission in submissions:
+        _remove_submission(submission)
 
 
-def _remove_submission(schedule: Schedule) -> None:
-    files.remove_folder(f"{schedule.submission}/")
-    shutil.rmtree(folder(schedule), ignore_errors=True)
+def _remove_submission(submission: str) -> None:
+    files.remove_folder(f"{submission}/")
+    shutil.rmtree(location.current().root / submission, ignore_errors=True)
 
 
 def folder(schedule: Schedule) -> Path:

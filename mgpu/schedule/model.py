@@ -16,6 +16,10 @@ from mgpu.schedule.times import Times
 VERSION = 1
 
 
+class Damaged(InputError):
+    """A schedule that cannot be read here: what is kept is no schedule, or its zone or cron expression is not known."""
+
+
 class IfRunning(StrEnum):
     """What becomes of a due time while a run of an earlier one is not over."""
 
@@ -137,7 +141,8 @@ class Schedule(Document):
 
 
 def parsed(data: bytes, name: str) -> Schedule:
-    """A schedule as it was kept. Raises InputError."""
+    """A schedule as it was kept. Raises Damaged, and InputError: it is of another version."""
+    cure = f"If a newer mgpu has written it, use that; else remove it (`mgpu schedule rm {name}`), and add it again."
     try:
         whole = json.loads(data)
         if (version := whole.pop("version")) != VERSION:
@@ -148,13 +153,14 @@ def parsed(data: bytes, name: str) -> Schedule:
             )
         rules = {"if_running": IfRunning(whole["if_running"]), "if_missed": IfMissed(whole.get("if_missed", "none"))}
         history = [_due(each) for each in whole["history"]]
-        return Schedule(**{**known_fields(Schedule, whole), **rules, "history": history})
+        found = Schedule(**{**known_fields(Schedule, whole), **rules, "history": history})
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise InputError(
-            f"schedule {name} cannot be read",
-            str(error),
-            f"If a newer mgpu has written it, use that; else remove it (`mgpu schedule rm {name}`), and add it again.",
-        ) from error
+        raise Damaged(f"schedule {name} cannot be read", str(error), cure) from error
+    try:
+        found.times  # noqa: B018  whoever decides needs them, for all schedules at once
+    except InputError as error:
+        raise Damaged(f"schedule {name} cannot be read here", f"{error.what}: {error.why}", cure) from error
+    return found
 
 
 def _due(each: dict[str, Any]) -> DueTime:

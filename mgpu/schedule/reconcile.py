@@ -122,7 +122,8 @@ class Reconciler:
             self._wrong_clock, how = True, "ahead of" if found.ahead_s > 0 else "behind"
             by = duration(abs(found.ahead_s))
             self._context.emit(Warned(f"this machine's clock is {by} {how} the backend's, which passes go by: set it"))
-        runs = {each.run_id: Seen(each, supervised(each.run_id)) for each in unsettled()}
+        records = unsettled(lambda error: self._fail([error]))
+        runs = {each.run_id: Seen(each, supervised(each.run_id)) for each in records}
         now -= found.ahead_s
         fleets = self._kept_fleets(now) if any(seen.in_line for seen in runs.values()) else []
         return decide(found.schedules, runs, self._find, now, fleets)

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from mgpu.backend import location
+from mgpu.errors import StackError
 from mgpu.events import Emit, Note, Warned
 from mgpu.schedule.decide import Need
 from mgpu.words import duration
@@ -50,7 +51,7 @@ class Looked:
         if self.state is not None:
             return None
         words = {"what": f"run {self.need.run_id}: its supervisor ended with exit code {self.exit_code}"}
-        return self.said.get("error") or {**words, "exit_code": self.exit_code or 1}
+        return self.said.get("error") or {**words, "exit_code": max(self.exit_code, 1)}  # below 0: a signal's
 
 
 @dataclass
@@ -71,8 +72,8 @@ class Supervisors:
 
     @property
     def busy(self) -> bool:
-        """True while one is at work, or waits."""
-        return bool(self._at_work or self._waiting)
+        """True while one is at work, or waits, or has ended and was not asked for yet."""
+        return bool(self._at_work or self._waiting) or not self._over.empty()
 
     def begin(self, need: Need, watch_s: float) -> None:
         """Looks after a run for so long, now or when there is room; not twice at a time."""
@@ -88,7 +89,7 @@ class Supervisors:
             looked = self._over.get(timeout=wait_s)
         except Empty:
             return None
-        del self._at_work[looked.need.run_id]
+        self._at_work.pop(looked.need.run_id, None)  # one that could not be started is not there
         self._fill()
         return looked
 
@@ -116,19 +117,28 @@ class Supervisors:
         # one that watches has its run for all the time: none waits for it
         while self._waiting and (len(self._at_work) < _AT_ONCE or self._waiting[0][1]):
             need, watch_s = self._waiting.popleft()
-            process = subprocess.Popen(
-                _command(need, watch_s),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                env={**os.environ, location.VARIABLE: location.current().url},
-                start_new_session=True,  # Ctrl-C is for who has begun it
-            )
+            try:
+                process = self._started(need, watch_s)
+            except OSError as error:  # no memory for one more, say
+                what = f"run {need.run_id}: no process could be started to look after it"
+                failed = StackError(what, str(error), "The next pass tries again.")
+                self._over.put(Looked(need, failed.exit_code, {"error": failed.to_json()}))
+                continue
             self._at_work[need.run_id] = _AtWork(process, self._clock() + watch_s + _LONGEST_S)
             for work in (self._tell, self._wait):
                 threading.Thread(target=work, args=(need, process), name="mgpu-supervisor", daemon=True).start()
+
+    def _started(self, need: Need, watch_s: float) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            _command(need, watch_s),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, location.VARIABLE: location.current().url},
+            start_new_session=True,  # Ctrl-C is for who has begun it
+        )
 
     def _tell(self, need: Need, process: subprocess.Popen[str]) -> None:
         for line in process.stderr or ():

@@ -20,6 +20,7 @@ from mgpu.errors import InputError
 
 _FIELDS = 5
 _LONGEST_S = 366 * 86400.0  # that is looked back
+_OF_A_MACHINE = ("localtime", "posixrules", "Factory", "posix", "right")  # beside the zones, where a system has them
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class Times:
             raise InputError(f"{what} is no cron expression: {error}", fields, cure) from error
         except StopIteration:
             raise InputError(f"{what} is never due", "No day that comes fits it.", cure) from None
+
+    def require_same_everywhere(self) -> None:
+        """Raises InputError for a zone that is another one, or none, on another machine."""
+        if self.timezone.partition("/")[0] in _OF_A_MACHINE:
+            why = "It means something else, or nothing, on another machine that looks what is due."
+            raise InputError(f"--timezone {self.timezone}", why, "Name one such as Europe/Berlin, or UTC.")
 
     @cached_property
     def _zone(self) -> ZoneInfo:

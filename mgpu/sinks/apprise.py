@@ -35,15 +35,23 @@ class AppriseSink(Telling):
         """Raises ValueError: a variable is not set here, or holds no address that Apprise knows."""
         import apprise
 
-        self._all = apprise.Apprise()
-        for variable in self._urls:
-            if not self._all.add(value_of(variable)):
+        self._each = {variable: apprise.Apprise() for variable in self._urls}
+        for variable, one in self._each.items():
+            if not one.add(value_of(variable)):
                 raise ValueError(f"{variable} holds no address that Apprise knows")
 
     def tell(self, message: Message) -> None:
-        """Raises OSError: one has not taken it."""
-        if not self._all.notify(title=message.title, body=message.text or message.title):
-            raise OSError("not delivered")
+        """Raises OSError: one has not taken it; those that have are left out the next time."""
+        failed = list[str]()
+        for variable, one in self._each.items():
+            if self._outbox.took(message.id, variable):
+                continue
+            if not one.notify(title=message.title, body=message.text or message.title):
+                failed.append(variable)
+            elif len(self._each) > 1:
+                self._outbox.note_taken(message.id, variable)
+        if failed:
+            raise OSError(f"not delivered: {', '.join(failed)}")
 
 
 ENTRY = SinkEntry("mgpu.sinks.apprise:AppriseSink", AppriseOptions)

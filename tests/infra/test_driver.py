@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -75,6 +76,20 @@ def test_one_interrupt_is_forwarded_and_the_rest_are_not(run):
     assert run.out.read_text().count("int") == 1
 
 
+def test_one_that_was_interrupted_and_takes_long_gets_no_second_interrupt_at_its_limit(run, monkeypatch):
+    """It would leave without saving. Its time is over as soon as it has been told."""
+    late = (run.out.exists() and "int" in run.out.read_text() for _ in itertools.count())
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 10 if next(late) else 0))
+
+    def interrupt():
+        if run.out.read_text().startswith("ready"):
+            run.cli.interrupt()
+
+    with pytest.raises(StackError, match="did not end within 10 s"):
+        run(WAITS, look=interrupt)
+    assert run.out.read_text().count("int") == 1
+
+
 @pytest.mark.parametrize(("undone", "status"), [(True, -2), (False, 0)])
 def test_an_interrupt_while_an_operation_is_being_started_is_not_lost(undone, status, tmp_path):
     """It comes after the driver's own look, and before there is a process to be told."""
@@ -83,6 +98,16 @@ def test_an_interrupt_while_an_operation_is_being_started_is_not_lost(undone, st
     with (tmp_path / "out").open("wb") as out:
         argv = ["/bin/sleep", "1"]
         assert cli.run(argv, cwd=tmp_path, env={}, out=out, err=out, limit_s=10, undone=undone) == status
+
+
+def test_what_is_under_way_is_undone_where_its_progress_cannot_be_followed(run):
+    def broken():
+        if run.out.read_text().startswith("ready"):
+            raise ValueError("no event")
+
+    with pytest.raises(ValueError, match="no event"):
+        run("trap 'echo undone; exit 3' INT; echo ready; for i in $(seq 200); do sleep 0.02; done", look=broken)
+    assert run.out.read_text() == "ready\nundone\n"
 
 
 def test_ctrl_c_in_the_driver_is_forwarded_and_drained(run):
@@ -174,6 +199,11 @@ def test_a_line_that_comes_in_two_pieces_is_one_event():
 
 def step(op, kind="mgpu:index:Fleet", **more):
     return {"resourcePreEvent": {"metadata": {"op": op, "type": kind, "urn": f"urn:pulumi:s::p::{kind}::it", **more}}}
+
+
+def test_a_line_that_a_full_disk_has_cut_off_hides_no_other():
+    log = stream(b'{"diagnosticEvent": {"mess', b'{"sequence": 7}\n\n', diagnostic("error", "sold out"))
+    assert (log.errors, log.outputs) == (["sold out"], None)
 
 
 def test_changes_name_what_changes_and_from_what_to_what():
@@ -276,6 +306,28 @@ def test_an_empty_passphrase_is_refused(stack):
     with pytest.raises(StackError, match="passphrase"):
         stack.init()
     assert not stack.exists()
+
+
+@pytest.mark.parametrize("there", ["encryptionsalt: v1:abc\nconfig: {mgpu:runFile: elsewhere}\n", ""])
+def test_a_full_disk_leaves_a_stacks_configuration_as_it_was(stack, engine, tmp_path, monkeypatch, there):
+    """Empty: as a full disk has left it before."""
+    engine("")
+    stack.init()
+    config = tmp_path / "log" / "Pulumi.s.yaml"
+    config.write_text(there)
+
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            stack.init()
+    assert (config.read_text(), len([*config.parent.iterdir()])) == (there, 2)
+    stack.init()
+    found = yaml.safe_load(config.read_text())
+    assert found["config"]["mgpu:runFile"] == str(tmp_path / "r.yaml")
+    assert found.get("encryptionsalt") == ("v1:abc" if there else None)
 
 
 def test_an_interrupt_before_up_is_not_forgotten(stack):
@@ -477,10 +529,33 @@ def test_a_program_is_kept_whole_and_finds_the_plugin_of_the_machine_that_it_is_
     here = settings["plugins"]["providers"][0]["path"]
     theirs = [{"name": "mgpu", "path": "/elsewhere"}, {"name": "other", "path": "/other"}]
     (kept / "Pulumi.yaml").write_text(yaml.safe_dump({**settings, "plugins": {"providers": theirs}}))
-    project.settle(kept)
+    with (kept / "Pulumi.yaml").open() as read:
+        project.settle(kept)
+        assert "/elsewhere" in read.read(), "an engine that has begun to read it reads it to its end"
     found = yaml.safe_load((kept / "Pulumi.yaml").read_text())
     assert [each["path"] for each in found.pop("plugins")["providers"]] == [here, "/other"]
     assert found.items() <= settings.items()
     with pytest.raises(StackError, match="not a Pulumi project"):
         project.keep_program(tmp_path, kept)
     assert (kept / "infra" / "more.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("main", "program", "kept_as"),
+    [
+        ("run.py", "p/run.py", "run.py"),
+        ("../shared", "shared/__main__.py", "program"),
+        ("../shared/run.py", "shared/run.py", "program/run.py"),
+    ],
+)
+def test_a_program_of_the_users_own_is_kept_wherever_its_settings_say_that_it_is(tmp_path, main, program, kept_as):
+    folder, kept = tmp_path / "p", tmp_path / "kept"
+    folder.mkdir()
+    (tmp_path / program).parent.mkdir(exist_ok=True)
+    (tmp_path / program).write_text("x = 1")
+    (folder / "Pulumi.yaml").write_text(yaml.safe_dump({"name": "n", "runtime": "python", "main": main}))
+    project.keep_program(folder, kept)
+    assert yaml.safe_load((kept / "Pulumi.yaml").read_text()) == {"name": "n", "runtime": "python", "main": kept_as}
+    place = kept / kept_as
+    assert (place if place.is_file() else place / Path(program).name).read_text() == "x = 1"
+    assert {path.name for path in tmp_path.iterdir()} <= {"p", "kept", "shared"}

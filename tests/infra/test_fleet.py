@@ -757,7 +757,31 @@ def test_a_fleet_whose_left_overs_cannot_be_released_stays_in_state(wire, here, 
     assert isinstance(failures.parse(failed.value.details()), TeardownIncomplete)
 
 
-def test_a_provider_that_does_not_answer_concludes_nothing(wire, here, made, fake):
+def test_a_provider_that_does_not_answer_for_a_moment_is_asked_again_what_machines_are(
+    wire, here, made, fake, monkeypatch
+):
+    """Else one call that is throttled would end a repair, and the run with it."""
+    answers, describe = [], fake.describe
+
+    def described(handle):
+        if answers:
+            raise answers.pop()
+        return describe(handle)
+
+    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
+    monkeypatch.setattr(fake, "describe", described)
+    lost = ids(made[2])[1]
+    fake.phases[lost] = NodePhase.TERMINATED
+    answers[:] = [RateLimited("too many calls"), Transient("503")]
+    seen = from_struct(wire.read(here, made[0], made[2], made[1]).properties)
+    assert (seen["nodes"], answers) == (1, [])
+    answers[:] = [RateLimited("too many calls")]
+    outputs = wire.update(here, made[0], seen, made[1])
+    assert (len(outputs["machines"]), lost in ids(outputs), answers) == (2, False, [])
+
+
+def test_a_provider_that_does_not_answer_concludes_nothing(wire, here, made, fake, monkeypatch):
+    monkeypatch.setattr(acquire, "ANSWER_S", 0.0)
     fake.refuse_describe = Transient("503", "the provider is down", "Try again.")
     with pytest.raises(grpc.RpcError) as failed:
         wire.read(here, made[0], made[2], made[1])
@@ -1104,6 +1128,20 @@ def guard(wire, at):
     inputs = wire.inputs(where, {"provider": "fake", "options": {"a": "b"}})
     answer = wire.create(where, inputs)
     return where, answer.id, from_struct(answer.properties)
+
+
+def test_the_guard_asks_a_provider_again_that_is_busy_for_a_moment(wire, guard, made, fake, monkeypatch):
+    busy, listed = [RateLimited("too many calls")], fake.list_owned
+
+    def list_owned(owner):
+        if busy:
+            raise busy.pop()
+        return listed(owner)
+
+    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
+    monkeypatch.setattr(fake, "list_owned", list_owned)
+    wire.delete(*guard)
+    assert (busy, bool(fake.running)) == ([], False)
 
 
 def test_the_guard_sweeps_what_state_does_not_know(wire, here, guard, made, fake):

@@ -27,7 +27,7 @@ from mgpu_train.config import Job
 from mgpu_train.store import open_store
 from mgpu_train.timeouts import Timeouts
 
-from mgpu import paths
+from mgpu import acquire, paths
 from mgpu.cli import main
 from mgpu.cli.common import wiring
 from mgpu.context import Context
@@ -545,6 +545,7 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(registry, "get", made.provider)
     monkeypatch.setattr(registry, "names", lambda: ("local", *sorted(made.elsewhere)))
     monkeypatch.setattr(wiring, "context", lambda console, **more: Context(console.emit, made.timeouts, **more))
+    monkeypatch.setattr(acquire, "ANSWER_S", 0.0)  # who is silent here is so for ever
     return made
 
 

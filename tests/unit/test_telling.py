@@ -365,6 +365,21 @@ def test_apprise_tells_whoever_it_knows(told, service, monkeypatch):
     assert "not delivered" in warned(told)
 
 
+def test_who_has_taken_a_message_is_not_told_again_while_another_one_cannot_be(told, service, monkeypatch):
+    mail = Service()
+    monkeypatch.setenv("TEAM", service.url.replace("http://", "json://"))
+    monkeypatch.setenv("MAIL", mail.url.replace("http://", "json://"))
+    mail.answers = [500, 500]
+    emits(told, "  apprise: {urls: [TEAM, MAIL]}\n", ENDED)
+    for _ in range(3):
+        tell_again(told)
+    mail.server.shutdown()
+    mail.server.server_close()
+    assert (len(service.messages), len(mail.messages)) == (1, 1)
+    assert "not delivered: MAIL" in warned(told)
+    assert outbox.waiting() == []
+
+
 def test_what_a_run_file_says_of_sinks_is_checked(told):
     for block, words in (("{url: 'https://x', events: [never]}", "events"), ("{}", "url")):
         with pytest.raises(Exception, match=words):

@@ -57,7 +57,12 @@ class EngineLog:
         while chunk := os.pread(self.fd, 1 << 20, self._offset):
             self._offset += len(chunk)
             *lines, self._partial = (self._partial + chunk).split(b"\n")
-            yield from (json.loads(line) for line in lines if line.strip())
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except ValueError:  # a full disk has cut it off, and the next one stands behind it
+                    continue
+                yield event
 
     def _diagnostic(self, event: dict[str, Any]) -> None:
         text = event.get("message", "").strip()

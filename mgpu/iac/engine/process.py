@@ -24,12 +24,13 @@ class CliProcess:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._cancelled = False  # that process
         self.interrupted = False
 
     def interrupt(self) -> None:
         """Asks the CLI, if one runs, to cancel: what is under way is undone and saved. For signal handlers too."""
         already, self.interrupted = self.interrupted, True
-        if not already:  # a second signal would make the CLI leave without saving
+        if not already:
             self._cancel()
 
     def run(
@@ -51,6 +52,7 @@ class CliProcess:
         Raises:
             StackError: it did not end within `limit_s` seconds: it was cancelled, and killed `grace_s` after that.
         """
+        self._cancelled = False
         self._process = subprocess.Popen(
             argv,
             cwd=cwd,
@@ -65,6 +67,9 @@ class CliProcess:
             self._cancel()
         try:
             return self._wait(self._process, limit_s, look)
+        except Exception:  # of `look`: nobody else would look after what is under way
+            self._obeys(self._process)
+            raise
         finally:
             self._process = None
 
@@ -72,14 +77,20 @@ class CliProcess:
         status = self._until(process, time.monotonic() + limit_s, look)
         if status is not None:
             return status
-        self._cancel()
-        if self._until(process, time.monotonic() + self._grace_s, look) is None:
-            process.kill()
-            process.wait()
+        if not self._obeys(process, look):
             cure = "Run the same command again: it releases the lock, and finds what was made."
             raise StackError(f"pulumi did not end within {limit_s:.0f} s and was killed", "It did not obey.", cure)
         why = "It was cancelled, and has saved what it had done."
         raise StackError(f"pulumi did not end within {limit_s:.0f} s", why, "Run the same command again.")
+
+    def _obeys(self, process: subprocess.Popen[bytes], look: Callable[[], None] = lambda: None) -> bool:
+        """Cancels it; False: it did not end in time, and was killed."""
+        self._cancel()
+        if self._until(process, time.monotonic() + self._grace_s, look) is not None:
+            return True
+        process.kill()
+        process.wait()
+        return False
 
     def _until(self, process: subprocess.Popen[bytes], deadline: float, look: Callable[[], None]) -> int | None:
         """The exit status, or None at the deadline."""
@@ -96,5 +107,7 @@ class CliProcess:
         return process.poll()
 
     def _cancel(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        """Once: a second signal would make the CLI leave without saving."""
+        if self._process is not None and self._process.poll() is None and not self._cancelled:
+            self._cancelled = True
             os.kill(self._process.pid, signal.SIGINT)

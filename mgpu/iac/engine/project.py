@@ -14,6 +14,7 @@ import yaml
 import mgpu
 from mgpu import paths
 from mgpu.errors import InputError, StackError
+from mgpu.iac import environment
 from mgpu.iac.engine import state_file
 from mgpu.iac.naming import BASE_PROJECT, PASSES_PROJECT, PROJECT, RUNS_PROJECT
 
@@ -112,12 +113,18 @@ def keep_program(project: Path, dest: Path) -> None:
     from mgpu.remote.snapshot import scan
 
     project_name(project)
-    settings = (project / "Pulumi.yaml").read_text(encoding="utf-8")
-    main = str((yaml.safe_load(settings) or {}).get("main") or ".")
+    text = (project / "Pulumi.yaml").read_text(encoding="utf-8")
+    settings, root = yaml.safe_load(text), project.resolve()
+    main = (root / str(settings.get("main") or ".")).resolve()  # a folder, or the file that is run
+    source = main.parent if main.is_file() else main
+    below = source.relative_to(root) if source.is_relative_to(root) else None
+    place = dest / (below or "program")
     shutil.rmtree(dest, ignore_errors=True)
-    (dest / main).mkdir(parents=True, mode=0o700)
-    scan(project / main).write_to(dest / main)
-    (dest / "Pulumi.yaml").write_text(settings, encoding="utf-8")
+    place.mkdir(parents=True, mode=0o700)
+    scan(source).write_to(place)
+    if below is None:  # beside the settings it would not be kept with them
+        text = yaml.safe_dump(settings | {"main": str(Path("program", main.relative_to(source)))}, sort_keys=False)
+    (dest / "Pulumi.yaml").write_text(text, encoding="utf-8")
 
 
 def settle(project: Path) -> None:
@@ -127,7 +134,7 @@ def settle(project: Path) -> None:
     for plugin in (settings.get("plugins") or {}).get("providers") or ():
         if plugin.get("name") == _PLUGIN and plugin.get("path") != _scripts():
             plugin["path"] = _scripts()
-            path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+            environment.replace(path, yaml.safe_dump(settings, sort_keys=False))  # an engine may be reading it
 
 
 def project_name(project: Path) -> str:

@@ -237,14 +237,14 @@ class Stack:
         # `stack init` knows no --config-file: it saves the encryption salt beside the Pulumi.yaml where it is called
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         stub = {"name": project_name(self.project), "runtime": "python"}
-        (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub), encoding="utf-8")
+        environment.replace(self._log_dir / "Pulumi.yaml", yaml.safe_dump(stub))
         # as it is wanted now, and where this machine has it; the salt of the stack's secrets stays
-        known = yaml.safe_load(self._config.read_text(encoding="utf-8")) if self._config.exists() else {}
+        known = (yaml.safe_load(self._config.read_text(encoding="utf-8")) if self._config.exists() else None) or {}
         ours = {"mgpu:runFile": str(self._run_file), "mgpu:folder": str(self._folder)}
         ours |= {"mgpu:provider": self._provider} if self._provider else {}
         wanted = ours if self._values is None else dict(self._values)
         if known.get("config") != wanted:
-            self._config.write_text(yaml.safe_dump({**known, "config": wanted}), encoding="utf-8")
+            environment.replace(self._config, yaml.safe_dump({**known, "config": wanted}))
 
     @cached_property
     def _engine(self) -> install.PulumiEngine:

@@ -51,7 +51,7 @@ from mgpu.journal import Journal
 from mgpu.plan import rank
 from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
+from mgpu.providers.base import FleetState, Handle, NodePhase, Provider, Rekeys
 
 _T = TypeVar("_T")
 _UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
@@ -156,14 +156,14 @@ class FleetHandler:
         of what they had beside them (addresses, say) that it is released: the state forgets where to look for it.
 
         Raises:
-            ProviderError: the provider did not answer: nothing is concluded from that.
+            ProviderError: the provider did not answer, asked again and again: nothing is concluded from that.
             TeardownIncomplete: something that the machines had could not be released.
         """
         if not old:
             return _refuse_import(call, resource_id)
         fleet = FleetOutputs.model_validate(old)
         provider = fleet.rented_from()
-        state = provider.describe(fleet.handle)
+        state = _described(call, provider, fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
             generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
@@ -189,7 +189,7 @@ class FleetHandler:
             if provider.capabilities.repairs_single_nodes:
                 fleet = self._shrink(call, provider, fleet, wanted.nodes)
                 fleet = self._fill(call, provider, fleet, wanted)
-            elif len(fleet.handle.ids) != wanted.nodes or _missing(provider, fleet.handle):
+            elif len(fleet.handle.ids) != wanted.nodes or _missing(call, provider, fleet.handle):
                 fleet = self._anew(call, provider, fleet, wanted)
         except MgpuError as error:
             # state keeps what lives, under the new requirements: the next `up` goes on from there
@@ -211,16 +211,16 @@ class FleetHandler:
         handle = fleet.handle.model_copy(update={"ids": fleet.handle.ids[:nodes]})
         if surplus:
             acquire.destroy(provider, fleet.handle, nodes=surplus, timeouts=self._timeouts, emit=call.emit)
-        return fleet.seen(handle, provider.describe(handle))
+        return fleet.seen(handle, _described(call, provider, handle))
 
     def _fill(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
         """Rents a machine for every rank that has none that lives: those that were lost, and those that are new."""
         handle = _grown(fleet.handle, wanted.nodes)
-        missing = _missing(provider, handle)
+        missing = _missing(call, provider, handle)
         if not missing:
             return fleet
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
-        fleet = fleet.seen(handle, provider.describe(handle))
+        fleet = fleet.seen(handle, _described(call, provider, handle))
         needed = _needed_beside(fleet, wanted, len(missing))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
@@ -367,8 +367,12 @@ def _grown(handle: Handle, nodes: int) -> Handle:
     return handle.model_copy(update={"ids": handle.ids + ("",) * (nodes - len(handle.ids))})
 
 
-def _missing(provider: Provider, handle: Handle) -> tuple[int, ...]:
-    lost = set(provider.describe(handle).lost)
+def _described(call: Call, provider: Provider, handle: Handle) -> FleetState:
+    return acquire.patiently(lambda: provider.describe(handle), acquire.ANSWER_S, call.cancelled.wait, call.emit)
+
+
+def _missing(call: Call, provider: Provider, handle: Handle) -> tuple[int, ...]:
+    lost = set(_described(call, provider, handle).lost)
     return tuple(rank for rank, machine in enumerate(handle.ids) if not machine or rank in lost)
 
 

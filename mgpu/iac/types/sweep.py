@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from mgpu_train.timeouts import Timeouts
 
@@ -66,7 +67,8 @@ def _end_listed(
     regions: Collection[str],
 ) -> bool:
     kept, ended = frozenset(keep), False
-    for handle in listed(provider, owner, regions):
+    look = partial(listed, provider, owner, regions)
+    for handle in acquire.patiently(look, acquire.ANSWER_S, call.cancelled.wait, call.emit):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
         if handle.fleet != fleet or not strays:
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 from mgpu_train.timeouts import Timeouts
 
@@ -90,11 +92,21 @@ def give_back(
 def _swept(
     provider: Provider, owner: str, names: set[str], regions: Collection[str], timeouts: Timeouts, emit: Emit
 ) -> tuple[Handle, ...]:
-    """Ends what the provider lists under these names; returns what it lists afterwards."""
-    left = _owned(provider, owner, names, regions)
+    """Ends what the provider lists under these names; returns what it lists afterwards. One that is busy, or silent for
+    a moment, is asked again: it has the last word on what is billed."""
+
+    def look() -> tuple[Handle, ...]:
+        return acquire.patiently(partial(_owned, provider, owner, names, regions), acquire.ANSWER_S, _slept, emit)
+
+    left = look()
     for handle in left:
         acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-    return _owned(provider, owner, names, regions) if left else left  # all regions: not asked twice for nothing
+    return look() if left else left  # all regions: not asked twice for nothing
+
+
+def _slept(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 def _unasked(sellers: Sequence[Seller], owner: str) -> Iterator[str]:

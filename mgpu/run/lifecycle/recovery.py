@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mgpu_train.agent.status.status import Fault
 
-from mgpu.errors import ConnectionFailed, NoOffer, QuotaExceeded, Transient
+from mgpu.errors import ConnectionFailed, NoOffer, QuotaExceeded, RateLimited, Transient
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.run.lifecycle.capacity_wait import SOLD_OUT, CapacityWait
@@ -109,7 +109,7 @@ class Attempts:
         One machine is replaced by one of its type in its zone. After a reclaim that pool is the likeliest to be empty:
         after a while the whole fleet moves. The next attempt begins from its checkpoint all the same.
         """
-        minutes, refusals = self.recovery.wait_minutes, (*SOLD_OUT, NoOffer, QuotaExceeded, Transient)
+        minutes, refusals = self.recovery.wait_minutes, (*SOLD_OUT, NoOffer, QuotaExceeded, RateLimited, Transient)
         capacity_wait = CapacityWait(self.session, minutes, refusals, self.clock, self.sleep)
         stay_until = self.clock() + min(MOVE_AFTER_S, minutes * 30)
         refused = False

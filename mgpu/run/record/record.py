@@ -22,8 +22,8 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -477,26 +477,28 @@ def find(run_id: str) -> Record | None:
     return _read(folder.record) if there and folder.record.exists() else None
 
 
-def unsettled() -> list[Record]:
-    """Records of runs that may need something, or of whose end nobody was told, oldest first. Of a bucket with one
-    request, and one for each of them."""
-    ids = shared.unsettled()
-    if ids is None:
-        return [record for record in every() if not record.settled or record.untold]
-    found = []
-    for path in (Folder(run_id).record for run_id in ids):
-        with suppress(InputError):  # damaged, or removed a moment ago
+def unsettled(failed: Callable[[InputError], None] = lambda _: None) -> list[Record]:
+    """Records of runs that may need something, or of whose end nobody was told, oldest first; `failed` is told of those
+    that cannot be read. Of a bucket with one request, and one for each of them."""
+    ids, found = shared.unsettled(), list[Record]()
+    for path in _paths() if ids is None else [Folder(run_id).record for run_id in ids]:
+        try:
             found.append(_read(path))
+        except InputError as error:
+            if path.exists():  # else it was removed a moment ago
+                failed(error)
     needy = (record for record in found if not record.settled or record.untold)
-    return sorted(needy, key=lambda record: record.created_at)
+    return sorted(needy, key=lambda record: (record.created_at, record.run_id))
+
+
+def _paths() -> list[Path]:
+    return [path for path in runs().glob("*/record.json") if not path.parent.name.startswith(".")]
 
 
 def _all(*, fresh: bool = False) -> list[tuple[str, Record | None]]:
     shared.pull(fresh=fresh)
     found: list[tuple[float, str, Record | None]] = []
-    for path in runs().glob("*/record.json"):
-        if path.parent.name.startswith("."):
-            continue
+    for path in _paths():
         try:
             record = _read(path)
             found.append((record.created_at, path.parent.name, record))

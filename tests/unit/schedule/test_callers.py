@@ -137,6 +137,20 @@ def test_a_crontab_of_another_encoding_keeps_each_byte(user: Path):
     assert (user / "tab").read_bytes().startswith(b"# f\xfcr alle\n0 5 * * * /usr/bin/backup\n*/5 ")
 
 
+@pytest.mark.parametrize("way", ["cron", "systemd", "github", "gitlab"])
+def test_what_calls_passes_can_be_taken_back_when_the_backend_is_gone(bucket: Path, monkeypatch, way: str):
+    monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")
+    assert mgpu("schedule", "install", f"--{way}", "--yes").return_value == 0
+
+    def gone() -> Any:
+        raise StackError("the backend could not be asked")
+
+    for place, name in ((callers, "variable_names"), (callers.settings, "secrets_provider"), (kept, "every")):
+        monkeypatch.setattr(place, name, gone)
+    assert "could not be asked" in str(mgpu("schedule", "install", f"--{way}", "--yes").exception)
+    assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
+
+
 def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
     (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
     (user / "broken").touch()
@@ -188,6 +202,7 @@ def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(callers.location, "current", lambda: replace(known, folder=None))
     monkeypatch.setattr(callers, "variable_names", lambda: named)
     monkeypatch.setattr(kept, "every", lambda: found)
+    monkeypatch.setattr(callers.settings, "secrets_provider", lambda: "passphrase")
     monkeypatch.setenv("MGPU_PASSPHRASE", "open sesame")
     (user / "bin" / "python").symlink_to(sys.executable)
     return user
@@ -259,6 +274,30 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
     assert job["image"] == "python:3.12", "with git"
     assert fits("gitlab-ci", Path(".gitlab/mgpu.yml")) == ""
+
+
+@pytest.mark.parametrize(("way", "file"), [("github", ".github/workflows/mgpu.yml"), ("gitlab", ".gitlab/mgpu.yml")])
+@pytest.mark.parametrize("by", ["passphrase", "awskms://alias/mgpu?region=eu-west-1"])
+def test_no_job_makes_a_passphrase_of_its_own(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch, way: str, file: str, by: str
+):
+    """Nobody else could open what it makes."""
+    monkeypatch.setattr(callers.settings, "secrets_provider", lambda: by)
+    assert mgpu("schedule", "install", f"--{way}", "--yes").return_value == 0
+    found = yaml.safe_load(Path(file).read_text())
+    (job,) = found.get("jobs", found).values()
+    (step,) = (each for each in _commands(job) if "passphrase" in each)
+    monkeypatch.delenv("MGPU_PASSPHRASE")
+    monkeypatch.setenv("HOME", str(bucket))
+    done = subprocess.run(["/bin/sh", "-ec", step], capture_output=True, text=True, check=False)
+    if by == "passphrase":
+        assert (done.returncode != 0, "MGPU_PASSPHRASE: is not set here" in done.stderr) == (True, True)
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def _commands(job: dict[str, Any]) -> list[str]:
+    return job["script"] if "script" in job else [step["run"] for step in job["steps"] if "run" in step]
 
 
 def test_github_has_its_own_token_and_the_keys_of_a_bucket_that_is_elsewhere(bucket: Path, monkeypatch):

@@ -344,6 +344,16 @@ def test_a_run_that_nobody_could_begin_with_in_time_is_ended():
     assert world.stopped == (run,)
 
 
+def test_a_run_that_is_queued_again_after_it_has_trained_goes_on():
+    """The kept fleet that it shared has lost a machine."""
+    world = World(schedule())
+    world.look(hours=2)
+    (run,) = world.runs
+    world.runs[run] = replace(world.runs[run], state=State.QUEUED, attempt=1)
+    assert world.look(hours=7) == []
+    assert world.stopped == ()
+
+
 def test_a_run_whose_record_is_gone_has_stopped():
     world = World(schedule())
     world.look(hours=2)

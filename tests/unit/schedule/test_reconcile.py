@@ -24,7 +24,7 @@ from waiting import until
 from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import AuthError, ConnectionFailed, InputError, MgpuError, StackError
+from mgpu.errors import AuthError, ConnectionFailed, InputError, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Warned
 from mgpu.iac.naming import fleet_name
 from mgpu.providers.base import NodePhase
@@ -426,6 +426,15 @@ def test_a_record_that_cannot_be_read_is_told_and_its_time_goes_on(nights):
     assert nights.outcomes == ["running"]
 
 
+def test_a_run_whose_record_cannot_be_read_is_not_passed_over_in_silence(nights):
+    nights.world.record("it-1125-abcde")
+    Folder("it-1125-abcde").record.write_text('{"state": "of a newer mgpu"}')
+    report = nights.works()
+    assert [(each.what, each.exit_code) for each in report.failures] == [
+        ("the record of run it-1125-abcde cannot be read", 2)
+    ]
+
+
 def test_who_watches_outlives_a_backend_that_is_away_and_tries_a_run_again_later(nights, monkeypatch):
     """And does not ask for the same thing all the time."""
     nights.world.program = nights.world.train_on
@@ -458,6 +467,28 @@ def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     report = nights.works(hours=1)
     assert [each.what for each in report.failures] == ["schedule bad cannot be read"]
     assert nights.outcomes == ["running"]
+
+
+def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_removed(nights):
+    nights.add()
+    found = kept.load("nightly")
+    other = replace(found, name="mars", uid="u2", timezone="Mars/Olympus")
+    place = kept.folder(found).parents[1]
+    (place / "schedules" / "mars.json").write_bytes(other.to_json())
+    (place / other.submission).mkdir()
+    (place / other.submission / "mgpu.yaml").write_text("")
+    report = nights.works(hours=1)
+    assert [(each.what, "Mars/Olympus" in each.why) for each in report.failures] == [
+        ("schedule mars cannot be read here", True)
+    ]
+    assert nights.outcomes == ["running"]
+    assert "schedule mars cannot be read here" in mgpu("schedule", "ls").stderr
+    save = nights.world.record("mars-1125-abcde", state=State.RUNNING, schedule="mars")
+    assert "run mars-1125-abcde is not over" in str(mgpu("schedule", "rm", "mars").exception)
+    record.write(replace(save, state=State.STOPPED, schedule="mars"))
+    assert mgpu("schedule", "rm", "mars").return_value == 0
+    assert [each.name for each in (place / "schedules").iterdir()] == ["nightly.json"]
+    assert [each.name for each in (place / "submissions").iterdir()] == [Path(found.submission).name]
 
 
 @pytest.mark.parametrize("ahead_h", [30.0, -30.0])
@@ -524,6 +555,28 @@ def test_each_run_has_a_process_and_what_it_says_is_passed_on(commands, monkeypa
         "d": (6, "failed", None),
     }
     assert [event.text for event in told] == ["a: hello"]
+
+
+def test_one_that_cannot_be_started_ends_no_other(commands, monkeypatch):
+    commands |= dict.fromkeys("abc", 'echo \'{"state": "running"}\'')
+    start, numbers = subprocess.Popen, iter(range(3))
+
+    def full(*args: Any, **more: Any) -> Any:
+        if next(numbers) == 1:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return start(*args, **more)
+
+    monkeypatch.setattr(supervisors.subprocess, "Popen", full)
+    found = Supervisors(lambda _: None)
+    for run in "abc":
+        found.begin(Need(run, "queued"), 0.0)
+    looked = ended(found)
+    assert {run: (each.state, each.exit_code) for run, each in looked.items()} == {
+        "a": ("running", 0),
+        "b": (None, 4),
+        "c": ("running", 0),
+    }
+    assert (looked["b"].error or {})["why"] == "Resource temporarily unavailable"
 
 
 def test_of_those_that_watch_none_waits_for_another(commands, monkeypatch, tmp_path):
@@ -1024,6 +1077,11 @@ def test_the_pass_tells_the_worst_of_what_could_not_be_done(nights, monkeypatch)
     assert "mgpu down b" in told.stderr
     looked.pop()
     assert mgpu("reconcile", "--json").return_value == 2
+    looked[:] = [Looked(Need("a", "running"), -9, {})]
+    assert mgpu("reconcile").return_value == 1, "one that was killed"
+    looked[:] = [Looked(Need("a", "running"), 130, {"error": {"what": "taken over", "exit_code": 130}})]
+    report.failures.append(TeardownIncomplete("fleet f may still be billed"))
+    assert mgpu("reconcile").return_value == 7, "it beats all others"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

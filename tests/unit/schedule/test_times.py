@@ -88,3 +88,12 @@ def test_times_are_told_as_the_clocks_show_them_and_the_change_is_named():
 def test_what_is_no_time_is_refused(cron: str, zone: str, words: str):
     with pytest.raises(InputError, match=words):
         Times(cron, zone)
+
+
+@pytest.mark.parametrize("zone", ["localtime", "posix/Europe/Berlin", "Factory"])
+def test_a_zone_that_is_a_machines_own_is_none_for_a_schedule(zone: str):
+    found = Times("0 2 * * *", "UTC")
+    found.require_same_everywhere()
+    object.__setattr__(found, "timezone", zone)  # not every system has it
+    with pytest.raises(InputError, match=f"--timezone {zone}"):
+        found.require_same_everywhere()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu import paths
+from mgpu import acquire, paths
 from mgpu.context import Context
 from mgpu.errors import (
     AuthError,
     InvalidRequest,
     MgpuError,
     PermissionDenied,
+    RateLimited,
     StackError,
     TeardownIncomplete,
     Transient,
@@ -140,6 +141,22 @@ def test_a_region_that_is_closed_fails_the_end_only_of_a_fleet_that_may_be_there
         return
     with pytest.raises(TeardownIncomplete, match="may still be billed"):
         end()
+
+
+def test_a_provider_that_is_silent_for_a_moment_is_asked_again_what_is_left(world, stack, monkeypatch):
+    """Else one call that is throttled at the very end of a run would be an incomplete teardown."""
+    monkeypatch.setattr(acquire, "ANSWER_S", 30.0)
+    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
+    silent, listed = [Transient("503"), RateLimited("too many calls")], world.cloud.list_owned
+
+    def list_owned(owner):
+        if silent:
+            raise silent.pop()
+        return listed(owner)
+
+    world.cloud.list_owned = list_owned
+    back(world, stack)
+    assert (silent, world.cloud.billed) == ([], {"mine-dev-0"})
 
 
 @pytest.mark.parametrize("call", ["list_owned", "describe", "destroy"])

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 from mgpu_train.agent.status.status import Fault
 
-from mgpu.errors import AuthError, ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
+from mgpu.errors import (
+    AuthError,
+    ConnectionFailed,
+    HostKeyMismatch,
+    Interrupted,
+    NoCapacity,
+    QuotaExceeded,
+    RateLimited,
+    Transient,
+)
 from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_MOST
 from mgpu.run.lifecycle.recovery import WITHOUT_PROGRESS, Attempts
 from mgpu.run.record import record
@@ -263,8 +272,12 @@ def test_where_nothing_else_is_on_offer_the_fleet_stays(world):
     assert (script.moved, script.repaired) == (0, 10)
 
 
-def test_a_quota_that_machines_fill_which_have_just_ended_is_asked_again(world):
-    script = Script(world, [LOST, DONE], [QuotaExceeded("L-1 is full"), None])
+@pytest.mark.parametrize(
+    "refusal", [QuotaExceeded("L-1 is full"), RateLimited("too many calls"), Transient("503")], ids=lambda r: r.what
+)
+def test_what_a_moment_mends_is_asked_again(world, refusal):
+    """Machines that have just ended fill a quota, too."""
+    script = Script(world, [LOST, DONE], [refusal, None])
     assert script.run().succeeded
 
 
