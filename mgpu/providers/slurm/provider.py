@@ -231,6 +231,7 @@ class SlurmProvider(Provider):
             python=asked.get("python", "python3"),
             private_address=node.get("address", ""),
             price_usd_per_hour=asked.get("price_usd_per_hour", 0.0),
+            began_at=node.get("began_at", 0.0),
             hard_cap_at=node.get("hard_cap_at", 0.0),
             reason=reason,
         )
