@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -42,6 +43,7 @@ from mgpu.errors import (
 Json = dict[str, Any]
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CALL_S, _START_S = 60.0, 30.0
+_RENEW_S = 10.0  # between two log-ins that are read anew, and refused
 # kubectl until the input ends. The shell becomes it: no other process gets its number before its parent has let it go
 _HELD = """dir=$1; shift; exec 3<&0
 { cat <&3; kill $$; rm -rf "$dir"; } >/dev/null 2>&1 &
@@ -186,6 +188,8 @@ def _answers(path: Path) -> bool:
 
 _proxies: dict[Access, _Proxy] = {}
 _lock = threading.Lock()
+_renewing = threading.Lock()  # one at a time, and not while `_lock` is held
+_again_at: dict[Access, float] = {}  # monotonic; no log-in is read anew before
 
 
 @atexit.register
@@ -221,11 +225,29 @@ def dial(access: Access, seconds: float) -> socket.socket:
     raise AssertionError
 
 
-def renew(access: Access) -> None:
-    """Has the next call start another kubectl, which reads its configuration anew."""
-    with _lock:
-        if proxy := _proxies.pop(access, None):
-            proxy.close()
+def _renewed(access: Access, refused: _Proxy | None, ask: Callable[[], str], error: AuthError) -> str:
+    """What is answered to a kubectl that has read the log-in anew, after one that was `refused`. It takes that one's
+    place when it is answered: until then the connections to pods stand, which outlive the log-in that made them."""
+    with _renewing:
+        with _lock:
+            is_new = refused is None or _proxies.get(access) is not refused
+            if not is_new and time.monotonic() < _again_at.get(access, 0.0):
+                raise error
+            if not is_new:
+                del _proxies[access]
+        if refused is None or is_new:
+            return ask()
+        try:
+            answer = ask()
+        except BaseException:
+            with _lock:
+                new, _proxies[access] = _proxies.get(access), refused
+                _again_at[access] = time.monotonic() + _RENEW_S
+            if new is not None:
+                new.close()
+            raise
+        refused.close()
+        return answer
 
 
 def said(access: Access) -> str:
@@ -280,11 +302,12 @@ class Cluster:
         body: Json | None = None,
         lost: type[ProviderError] = Transient,
     ) -> str:
+        ask = partial(self._asked, method, path, query, body, lost)
+        used = _proxies.get(self.access)
         try:
-            return self._asked(method, path, query, body, lost)
-        except AuthError:  # kubectl reads a log-in once: there may be a newer one
-            renew(self.access)
-            return self._asked(method, path, query, body, lost)
+            return ask()
+        except AuthError as error:  # kubectl reads a log-in once: there may be a newer one
+            return _renewed(self.access, used, ask, error)
 
     def _asked(
         self, method: str, path: str, query: Mapping[str, str], body: Json | None, lost: type[ProviderError]
