@@ -1377,6 +1377,35 @@ def test_the_time_to_come_up_begins_when_the_queue_admits(bench: Bench):
     assert bench.double.billed == []
 
 
+@pytest.mark.parametrize("error", [AuthError("expired", "", "Log in again."), Transient("the login node is away")])
+def test_a_request_stays_in_the_queue_while_nobody_can_look_at_it(bench: Bench, error: ProviderError):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 5 * 3600, 6 * 3600
+
+    def away_for_hours() -> None:
+        if 600 < bench.clock.now < 4 * 3600:
+            raise error
+
+    bench.double.on_describe = away_for_hours
+    assert bench.acquire(offer()).state.ready
+    assert bench.double.created == [offer().label], "it was asked for once"
+    told = [event.text for event in bench.events if isinstance(event, Warned)]
+    assert told == ["expired; what was asked for stays in the queue. Log in again."] * isinstance(error, AuthError)
+    assert bench.double.looks < 2000
+
+
+def test_machines_that_boot_are_given_back_where_the_log_in_is_over(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s, bench.double.ready_after_s = 600, 3600, 90
+
+    def over() -> None:
+        if bench.clock.now > 650:
+            raise AuthError("expired")
+
+    bench.double.on_describe = over
+    with pytest.raises(AuthError):
+        bench.acquire(offer())
+    assert bench.double.billed == []
+
+
 def test_machines_of_a_fleet_that_has_a_hard_cap_are_told_it_however_late_they_start(bench: Bench):
     made = bench.acquire(offer())
     assert [asked.ends_by for asked, _ in bench.double.asked.values()] == [0], "a new fleet's counts from its start"
