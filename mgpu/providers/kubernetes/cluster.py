@@ -70,6 +70,10 @@ class Exists(Exception):
     """An object of this name is there already, or was changed meanwhile."""
 
 
+class Changed(Exists):
+    """An object was changed meanwhile: the one that was asked for, or a quota that a new one counts against."""
+
+
 @dataclass(frozen=True)
 class Access:
     """Which cluster, as whom; empty: as kubectl finds it."""
@@ -284,7 +288,10 @@ class Cluster:
 
     def post(self, path: str, body: Json, *, makes: bool = False, **query: str) -> Json:
         """Makes an object. Raises Exists; with `makes`, AmbiguousCreate where nobody knows whether it did."""
-        return json.loads(self._call("POST", path, query, body, lost=AmbiguousCreate if makes else Transient))
+        try:
+            return json.loads(self._call("POST", path, query, body, lost=AmbiguousCreate if makes else Transient))
+        except Changed as error:  # many are made at a time, and nothing has come of this one
+            raise Transient(f"kubernetes: POST {path}", str(error), "Ask again later.") from error
 
     def patch(self, path: str, body: Json) -> Json:
         """Merges this into an object. Raises Missing; Exists: it was changed meanwhile."""
@@ -343,14 +350,14 @@ def refused(
     kubectl wrote before it."""
     try:
         told = json.loads(text)
-        why = str(told.get("message", text))
+        why, reason = str(told.get("message", text)), told.get("reason")
     except (ValueError, AttributeError):
-        why = text.strip()[-1000:]
+        why, reason = text.strip()[-1000:], None
     match status:
         case 404:
             return InvalidRequest(what, why, "Create it, or name another.") if "namespaces" in why else Missing(why)
         case 409:
-            return Exists(why)
+            return Changed(why) if reason == "Conflict" else Exists(why)
         case 401:
             return AuthError(what, why, _LOG_IN)
         case 403 if "exceeded quota" in why:

@@ -22,7 +22,7 @@ from waiting import until
 
 from mgpu.errors import AmbiguousCreate, AuthError, InvalidRequest, Transient
 from mgpu.providers.kubernetes import cluster
-from mgpu.providers.kubernetes.cluster import Access, Cluster, close_all, refused
+from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, close_all, refused
 
 Program = Callable[[str], None]
 HELPER = "getting credentials: exec: executable aws failed with exit code 255"
@@ -144,6 +144,30 @@ def test_a_helper_that_gets_nowhere_is_no_log_in_that_is_over(said: str, kind: t
     error = refused("what", 502, text, said=lambda: said)
     assert type(error) is kind
     assert said in getattr(error, "why", "")
+
+
+QUOTA = 'Operation cannot be fulfilled on resourcequotas "gke-resource-quotas": the object has been modified'
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "made", "changed"),
+    [
+        (QUOTA, "Conflict", Transient, Exists),  # two jobs were made at the same time: nothing is there
+        ('jobs.batch "mgpu-f0" already exists', "AlreadyExists", Exists, Exists),
+    ],
+)
+def test_a_quota_that_was_changed_meanwhile_is_no_object_that_exists(monkeypatch, message, reason, made, changed):
+    api, said = Cluster(Access()), json.dumps({"message": message, "reason": reason})
+
+    def asked(method: str, *_: object) -> str:
+        raise refused(f"kubernetes: {method}", 409, said, lost=AmbiguousCreate)
+
+    monkeypatch.setattr(api, "_asked", asked)
+    with pytest.raises(made) as caught:
+        api.post("/jobs", {}, makes=True)
+    assert message in str(caught.value)
+    with pytest.raises(changed):
+        api.patch("/jobs/mgpu-f0", {})
 
 
 class Answers(BaseHTTPRequestHandler):
