@@ -133,7 +133,7 @@ class SlurmProvider(Provider):
         """Submits one job, or finds the one that this token has made; it waits in the queue, and `describe` says so.
 
         Raises:
-            Conflict: the token was used with other parameters.
+            Conflict: the token was used with other parameters, or given up.
             AmbiguousCreate: the answer was lost; `find` knows.
             NoOffer, QuotaExceeded, PermissionDenied, InvalidRequest: Slurm refused.
         """
@@ -155,7 +155,8 @@ class SlurmProvider(Provider):
         arguments = [token, request.digest(offer), *arguments]
         said = self._login.said('submit "$@"', *arguments, files=_files(options, asked), doing="submit a job")
         if said == ["conflict"]:
-            raise Conflict(f"slurm: token {token} was used with other parameters", scope="offer")
+            what = f"slurm: token {token} was used with other parameters, or given up"
+            raise Conflict(what, scope="offer")
         return self._handle(token, about, made_at=float(said[-1].split()[1]))
 
     def find(self, intent: Intent) -> Handle | None:

@@ -219,6 +219,17 @@ def test_what_a_start_up_file_prints_is_passed_over(answer):
     assert Login(SlurmOptions()).said("look") == ["17 1"]
 
 
+def test_a_token_that_was_given_up_is_no_refusal_that_ends_a_search(monkeypatch, tmp_path):
+    """Whoever goes on with the run on another machine asks by it, and then by the next one."""
+    for name in ("squeue", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    login_node = Login(SlurmOptions(work_folder=str(tmp_path / "work")))
+    assert login_node.said('give_up "$@"', "f0" * 20) == []
+    assert login_node.said('submit "$@"', "f0" * 20, "digest", files="") == ["conflict"]
+
+
 def test_nodes_get_no_secret_of_the_operators():
     given = {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m", "AWS_SECRET_ACCESS_KEY": "x", "SLURM_JOB_ID": "1"}
     assert login.passed_on(given) == {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m"}
