@@ -101,6 +101,7 @@ ENTRY = ProviderEntry(
         repairs_single_nodes=False,
         boot_s=120,
         end_s=180,
+        look_every_s=30,  # a log-in, and two questions to a controller that all users share
         notices="file",
         account_options=frozenset({"login", "ssh_config", "work_folder"}),
     ),
