@@ -280,7 +280,7 @@ class Cluster:
 
     def get(self, path: str, **query: str) -> Json:
         """An object, or a list. Raises Missing."""
-        return json.loads(self._call("GET", path, query))
+        return self._object("GET", path, query)
 
     def text(self, path: str, **query: str) -> str:
         """A log. Raises Missing."""
@@ -289,17 +289,32 @@ class Cluster:
     def post(self, path: str, body: Json, *, makes: bool = False, **query: str) -> Json:
         """Makes an object. Raises Exists; with `makes`, AmbiguousCreate where nobody knows whether it did."""
         try:
-            return json.loads(self._call("POST", path, query, body, lost=AmbiguousCreate if makes else Transient))
+            return self._object("POST", path, query, body, lost=AmbiguousCreate if makes else Transient)
         except Changed as error:  # many are made at a time, and nothing has come of this one
             raise Transient(f"kubernetes: POST {path}", str(error), "Ask again later.") from error
 
     def patch(self, path: str, body: Json) -> Json:
         """Merges this into an object. Raises Missing; Exists: it was changed meanwhile."""
-        return json.loads(self._call("PATCH", path, {}, body))
+        return self._object("PATCH", path, {}, body)
 
     def delete(self, path: str, body: Json) -> None:
         """Asks for its end. Raises Missing; Exists: not by these preconditions."""
         self._call("DELETE", path, {}, body)
+
+    def _object(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Json | None = None,
+        lost: type[ProviderError] = Transient,
+    ) -> Json:
+        text = self._call(method, path, query, body, lost)
+        try:
+            return json.loads(text)
+        except ValueError as error:  # a page of somebody who stands in between
+            why = f"what answers is no API server: {text[:200]}"
+            raise lost(f"kubernetes: {method} {path}", why, "Is it the cluster that kubectl speaks to?") from error
 
     def _call(
         self,

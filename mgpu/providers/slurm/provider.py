@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import Conflict, NoOffer
+from mgpu.errors import Conflict, NoOffer, Transient
 from mgpu.plan.model import Obstacle, Offer, Requirements
 from mgpu.providers import slurm
 from mgpu.providers.base import (
@@ -255,12 +255,12 @@ class Gang:
 
     @classmethod
     def of(cls, said: list[str]) -> Gang:
-        """From what `tell` of login.sh says."""
+        """From what `tell` of login.sh says. Raises Transient: a file in the work folder cannot be read now."""
         lines = [line.partition("|")[::2] for line in said]
         job = next((rest.split("|") for kind, rest in lines if kind == "job"), ["", "", "", ""])
         files = dict(rest.split("|", 1) for kind, rest in lines if kind == "file")
         down = frozenset(rest for kind, rest in lines if kind == "down")
-        return cls(job[1], job[2], job[3], down, {name: json.loads(text) for name, text in files.items()})
+        return cls(job[1], job[2], job[3], down, {name: _told(name, text) for name, text in files.items()})
 
     @property
     def waits(self) -> bool:
@@ -284,6 +284,14 @@ class Gang:
         if node and not ended and node["node"] in self.down and time.time() < node["hard_cap_at"]:
             return NodePhase.ENDING, f"{why}; node {node['node']} is down, and its processes may live on"
         return NodePhase.TERMINATED, why
+
+
+def _told(name: str, text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # empty: the file system did not give it
+        cure = "Is the file system of `slurm.work_folder` well?"
+        raise Transient(f"slurm: {name} of a gang cannot be read", str(error), cure) from error
 
 
 def _about(comment: str) -> dict[str, Any] | None:

@@ -170,6 +170,15 @@ def test_a_quota_that_was_changed_meanwhile_is_no_object_that_exists(monkeypatch
         api.patch("/jobs/mgpu-f0", {})
 
 
+def test_a_page_of_somebody_in_between_is_no_answer_of_the_cluster(monkeypatch):
+    api = Cluster(Access())
+    monkeypatch.setattr(api, "_asked", lambda *_: "<html>Sign in</html>")
+    with pytest.raises(Transient, match="Sign in"):
+        api.get("/api/v1/pods")
+    with pytest.raises(AmbiguousCreate):
+        api.post("/jobs", {}, makes=True)
+
+
 class Answers(BaseHTTPRequestHandler):
     """An API server an hour behind, whose user's helper has failed."""
 

@@ -103,6 +103,11 @@ def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
     assert gang("") is NodePhase.TERMINATED, "Slurm knows of no such job"
 
 
+def test_of_a_file_that_cannot_be_read_nothing_is_concluded():
+    with pytest.raises(Transient, match=r"node-0\.json"):
+        Gang.of(["job|7|RUNNING|None|n1", "file|node-0.json|"])
+
+
 @pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "POWERING_UP"])
 def test_a_state_that_is_no_end_is_none(state):
     waiting = Gang.of([f"job|7|{state}|None|"])
