@@ -8,8 +8,10 @@ import subprocess
 import time
 
 import pytest
+from mgpu_train.timeouts import Timeouts
 
 from mgpu.acquire.refusals import Refusals
+from mgpu.acquire.terms import limits
 from mgpu.errors import (
     AmbiguousCreate,
     AuthError,
@@ -252,6 +254,11 @@ def test_every_option_reaches_sbatch():
         *("--no-requeue", "--exclusive"),
     ]
     assert "--gres=gpu:2,lic:1" in findings.sbatch(SlurmOptions(gres="gpu:2,lic:1"), needed, offer)
+
+
+def test_nodes_that_slurm_starts_in_a_cloud_are_waited_for_as_long_as_slurm_does():
+    needed = Requirements(provider="slurm", max_price_usd_per_hour=1, max_hours=1)
+    assert limits(Timeouts(), SlurmProvider(), needed).provision_s >= 1800, "ResumeTimeout of AWS ParallelCluster"
 
 
 def test_all_mistakes_of_the_block_are_told_at_once():
