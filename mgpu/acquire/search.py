@@ -259,11 +259,11 @@ class Search:
 
     def _asked_of(self, state: FleetState) -> FleetState:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted; NoOffer where
-        its region will start none."""
+        its region, or its zone, will start none."""
         asked = tuple(node for node in state.nodes if node.rank in self.ranks)
         for node in asked:
             if node.cure:
-                raise NoOffer(_why(node), "", node.cure, scope="region")
+                raise NoOffer(_why(node), "", node.cure, scope=node.cure_scope)
         if lost := [node for node in asked if node.phase in GOING]:
             raise Lost("; ".join(map(_why, lost)))
         if len(asked) < len(self.ranks):

@@ -192,6 +192,9 @@ class NodeState(Value):
         default="",
         description="what would let it start, where its region starts none; empty: a new try may do better",
     )
+    cure_scope: Literal["zone", "region"] = Field(
+        default="region", description="where none starts without the cure: other zones of its region may do"
+    )
 
 
 class FleetState(Value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import textwrap
 import time
@@ -38,6 +39,16 @@ from mgpu.providers.slurm import findings
 from mgpu.providers.slurm.login import ENDED, Login
 from mgpu.providers.slurm.options import ENTRY, SlurmOptions
 
+# Slurm's reasons of jobs that wait for ever, where a site takes such jobs (EnforcePartLimits), and what would help
+_NEVER = (
+    (
+        r"PartitionTimeLimit|(Assoc|QOS)MaxWallDurationPerJobLimit",
+        "Lower `max_hours`, or name another partition, QOS.",
+    ),
+    (r"(Assoc|QOS)Max\w+PerJob(Limit)?|QOSMin\w+", "Ask for what the account and the QOS let one job have."),
+    (r"BadConstraints", "Mend `slurm.constraint`, `gres`, or what is asked for of a node: no node has all of it."),
+    (r"InvalidAccount|InvalidQOS|ReservationDeleted", "Name an account, a QOS and a reservation of yours in `slurm:`."),
+)
 _SETTINGS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 
@@ -235,6 +246,8 @@ class SlurmProvider(Provider):
             began_at=node.get("began_at", 0.0),
             hard_cap_at=node.get("hard_cap_at", 0.0),
             reason=reason,
+            cure=gang.cure if name else "",
+            cure_scope="zone",  # limits are a partition's, too
         )
 
     def _via(self, node: Mapping[str, Any]) -> ProxyCommand:
@@ -266,6 +279,11 @@ class Gang:
     def waits(self) -> bool:
         """Whether the job is in the queue: it has no nodes yet, and may get some."""
         return self.state not in ("", "COMPLETING", *ENDED) and self.nodes in ("", "(null)")
+
+    @property
+    def cure(self) -> str:
+        """What would let a job start that waits, where no time does; empty: its turn may come."""
+        return next((cure for words, cure in _NEVER if self.waits and re.fullmatch(words, self.reason)), "")
 
     def phase(self, node: Mapping[str, Any], ended: Mapping[str, Any] | None) -> tuple[NodePhase, str]:
         """A node's phase, and why it is not running."""

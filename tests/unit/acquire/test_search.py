@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fakes.clock import Clock
@@ -70,7 +70,8 @@ class Double:
     ready_after_s: float = 3.0
     queued_for_s: float = 0.0  # before that it waits in a queue
     queue_limit_s: float = 0.0
-    queue_cure: str = ""  # what would let them start that wait in it for ever
+    queue_cure: str = ""  # what would let them start that wait in it for ever,
+    cure_scope: Literal["zone", "region"] = "region"  # and where
     looks: int = 0
     slowest_s: float = 0.0  # what it says of how long machines take to boot
     ending_s: float = 0.0  # from "asked to end" to gone: billed no more, and not gone
@@ -165,7 +166,7 @@ class Double:
             return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED)
         age_s = self.clock.now - machine.born - self.queued_for_s
         if machine.phase is None and age_s < 0:
-            told = {"reason": "Priority", "cure": self.queue_cure}
+            told = {"reason": "Priority", "cure": self.queue_cure, "cure_scope": self.cure_scope}
             return NodeState(rank=rank, id=name, phase=NodePhase.PENDING, queued=True, **told)
         up = age_s >= self.ready_after_s
         phase = machine.phase or (NodePhase.RUNNING if up else NodePhase.PENDING)
@@ -399,6 +400,14 @@ def test_what_can_never_start_is_not_waited_for_and_another_region_is_asked(benc
     assert bench.clock.now < 60, "no hour of the queue"
     assert caught.value.why.count("cannot start") == 2
     assert bench.double.billed == []
+
+
+def test_what_can_never_start_in_a_zone_is_asked_for_in_another(bench: Bench):
+    bench.double.queued_for_s = bench.double.queue_limit_s = 3600.0
+    bench.double.queue_cure, bench.double.cure_scope = "Mend it.", "zone"
+    with pytest.raises(NoOffer):
+        bench.acquire(offer(), offer("p5.big"), offer(zone="z2"))
+    assert bench.double.created == [offer().label, offer(zone="z2").label]
 
 
 def test_every_cure_is_named_once(bench: Bench):

@@ -23,7 +23,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import NodePhase
+from mgpu.providers.base import Handle, NodePhase
 from mgpu.providers.slurm import findings, login
 from mgpu.providers.slurm.login import Login
 from mgpu.providers.slurm.options import SlurmOptions
@@ -103,6 +103,33 @@ def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
     assert gang("NODE_FAIL", down=True, ended=True) is NodePhase.TERMINATED
     assert gang("NODE_FAIL") is NodePhase.TERMINATED
     assert gang("") is NodePhase.TERMINATED, "Slurm knows of no such job"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cure"),
+    [
+        ("PartitionTimeLimit", "max_hours"),
+        ("QOSMaxWallDurationPerJobLimit", "max_hours"),
+        ("AssocMaxGRESPerJob", "one job"),
+        ("BadConstraints", "constraint"),
+        ("InvalidQOS", "a QOS"),
+        ("Priority", ""),
+        ("Resources", ""),
+        ("QOSMaxJobsPerUserLimit", ""),
+        ("QOSMaxGRESPerUser", ""),
+        ("AssocGrpNodeLimit", ""),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", ""),
+        ("None", ""),
+    ],
+)
+def test_a_job_that_waits_for_ever_is_told_from_one_whose_turn_comes(monkeypatch, reason, cure):
+    monkeypatch.setattr(Login, "said", lambda *_, **__: [f"job|7|PENDING|{reason}|"])
+    about = {"provider": "slurm", "region": "here", "fleet": "f", "generation": 1, "token": "f0" * 20}
+    (node,) = SlurmProvider().describe(Handle.model_validate({**about, "ids": ("f0f0f0f0f0-0",)})).nodes
+    assert (node.queued, node.cure_scope) == (True, "zone")
+    assert (cure in node.cure) if cure else (node.cure == "")
+    running = Gang.of([f"job|7|RUNNING|{reason}|n1"])
+    assert running.cure == ""
 
 
 def test_of_a_file_that_cannot_be_read_nothing_is_concluded():
