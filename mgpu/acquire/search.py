@@ -19,6 +19,7 @@ from mgpu.acquire.refusals import REFUSED, Refusals, told_of
 from mgpu.acquire.terms import ENDING_S, GANGS, Acquired, Lost, Meet, limits
 from mgpu.errors import (
     AmbiguousCreate,
+    AuthError,
     CleanupFailed,
     Conflict,
     Interrupted,
@@ -30,7 +31,7 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Emit, Note, OfferTried, ignore
+from mgpu.events import Emit, Note, OfferTried, Warned, ignore
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import (
@@ -49,7 +50,10 @@ from mgpu.providers.base import (
 
 _TRIES = 3  # of one offer whose nodes were lost while they started
 _LAG_PAUSE = 10  # times `describe_every_s`: between two looks for what may not be listed for minutes
+_LOG_IN_S = 300.0  # between two looks without a log-in: who fails more often is barred
 _QUEUE_PAUSE = 20  # times `describe_every_s`: between two looks at a queue, at most
+_PASSING = (RateLimited, Transient)  # the same call may be answered later
+_IN_QUEUE = (*_PASSING, AuthError)  # nothing is lost by waiting for a log-in, and without one nothing can be undone
 _T = TypeVar("_T")
 
 
@@ -212,12 +216,14 @@ class Search:
             raise
 
     def _wait(self, handle: Handle) -> FleetState:
-        trouble = told = ""
+        trouble = told = queued = ""
         begun = self.clock()
         for pause in pauses(self.timeouts.describe_every_s):
-            state = self._insist(lambda: self.provider.describe(handle), trouble)
+            state = self._insist(lambda: self.provider.describe(handle), trouble, _IN_QUEUE if queued else _PASSING)
             asked = self._asked_of(state)
-            queued = self._queued(asked, begun, told)
+            before, queued = queued, self._queued(asked, begun, told)
+            if before and not queued:
+                self._allow(self.timeouts.provision_s)
             told = queued or told
             trouble = next((node.reason for node in asked.nodes if node.reason), "")
             if asked.ready:
@@ -249,16 +255,16 @@ class Search:
             )
         if reason != told:
             self.emit(Note(f"in the queue ({reason}); waiting for {left_s / 60:.0f} min at most"))
-        self._allow(self.timeouts.provision_s)
+        self._allow(left_s + self.timeouts.provision_s)
         return reason
 
     def _asked_of(self, state: FleetState) -> FleetState:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted; NoOffer where
-        its region will start none."""
+        its region, or its zone, will start none."""
         asked = tuple(node for node in state.nodes if node.rank in self.ranks)
         for node in asked:
             if node.cure:
-                raise NoOffer(_why(node), "", node.cure, scope="region")
+                raise NoOffer(_why(node), "", node.cure, scope=node.cure_scope)
         if lost := [node for node in asked if node.phase in GOING]:
             raise Lost("; ".join(map(_why, lost)))
         if len(asked) < len(self.ranks):
@@ -268,16 +274,22 @@ class Search:
     def _met(self, meet: Meet, handle: Handle, state: FleetState) -> FleetState:
         return self._insist(lambda: meet(handle, state))
 
-    def _insist(self, call: Callable[[], _T], last: str = "") -> _T:
-        """The call's answer; again and again while the provider is busy or does not answer. `last`: as in `_go_on`."""
-        trouble = Backoff()
+    def _insist(
+        self, call: Callable[[], _T], last: str = "", passing: tuple[type[ProviderError], ...] = _PASSING
+    ) -> _T:
+        """The call's answer; again and again while the provider is busy or does not answer (`passing`: while the errors
+        are of these kinds). `last`: as in `_go_on`."""
+        trouble, told = Backoff(), ""
         while True:
             self._go_on(last)
             try:
                 return call()
-            except (RateLimited, Transient) as error:
+            except passing as error:
                 last = error.what
-                self._pause(trouble.next(error))
+                if isinstance(error, AuthError) and told != last:
+                    told = last
+                    self.emit(Warned(f"{last}; what was asked for stays in the queue. {error.next_step}".rstrip()))
+                self._pause(max(trouble.next(error), _LOG_IN_S if told else 0.0))
 
     def _go_on(self, last: str = "") -> None:
         """Raises when the search was cancelled or its time is up; `last` is the newest trouble."""

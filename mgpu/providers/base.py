@@ -182,6 +182,9 @@ class NodeState(Value):
     python: str = Field(default="python3", description="the interpreter on the node that runs programs; has torch")
     private_address: str = Field(default="", description="as the other nodes reach it")
     price_usd_per_hour: float = 0
+    began_at: float = Field(
+        default=0, description="UNIX seconds: since when it costs, where it has waited in a queue; 0: since its create"
+    )
     hard_cap_at: float = Field(default=0, description="UNIX seconds; the machine ends then, whatever happens")
     queued: bool = Field(
         default=False, description="pending in a queue of the provider's: it has not started, and costs nothing yet"
@@ -190,6 +193,9 @@ class NodeState(Value):
     cure: str = Field(
         default="",
         description="what would let it start, where its region starts none; empty: a new try may do better",
+    )
+    cure_scope: Literal["zone", "region"] = Field(
+        default="region", description="where none starts without the cure: other zones of its region may do"
     )
 
 

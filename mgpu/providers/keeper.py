@@ -27,6 +27,7 @@ from mgpu_train.system import prctl
 from mgpu.providers.local import containers
 
 MARK = "MGPU_INSTANCE"  # in the environment of everything that runs on a node
+BASHS_OWN = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")  # read-only where `sh` is bash
 TOOLS = ("/usr/sbin", "/usr/lib/openssh", "/usr/libexec/openssh", "/usr/lib/ssh", "/usr/lib/misc")
 PORTS = 5  # that are tried
 START_S, KILL_S = 10.0, 10.0
@@ -61,6 +62,11 @@ def tool(name: str) -> str:
     if path is None:
         raise OSError(f"{socket.gethostname()} has no {name}: OpenSSH's server has to be installed on the nodes")
     return path
+
+
+def exportable(name: str) -> bool:
+    """Whether any `sh` lets a script set this variable: one that does not ends the script."""
+    return name.isascii() and name.isidentifier() and name not in BASHS_OWN
 
 
 def write(path: Path, text: str) -> None:
@@ -148,7 +154,7 @@ class Keeper:
         own = {name: value for name, value in os.environ.items() if not name.startswith(self.left_out)}
         own = {**own, "HOME": str(self.home), "TMPDIR": str(self.folder / "tmp"), MARK: self.id}
         own |= {name: os.environ[name] for name in self.kept if name in os.environ}
-        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in own.items() if name.isidentifier()]
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in own.items() if exportable(name)]
         write(self.folder / "environment", "".join(lines))
         write(self.folder / "session", SESSION.format(folder=self.folder, sftp=tool("sftp-server")))
         write(self.folder / "authorized_keys", self.terms.ssh_public_key + "\n")

@@ -188,6 +188,7 @@ def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], n
     """The outputs of a fleet that was just made, at `now` (UNIX seconds)."""
     machines = live_machines(made.state, made.offer, {})
     caps = [node.hard_cap_at for node in made.state.nodes if node.hard_cap_at]
+    began = [node.began_at for node in made.state.nodes if node.began_at]  # hours in a queue cost nothing
     refused = tuple(f"{refusal.offer.label}: {refusal.reason}" for refusal in made.tried)
     on_sale = [f"{offer.label}: ${offer.price_usd_per_hour:.4f}/h" for offer in considered[:_ON_RECORD]]
     if len(considered) > _ON_RECORD:
@@ -196,7 +197,7 @@ def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], n
         **inputs.model_dump(exclude={"nodes"}),
         nodes=len(machines),
         generation=made.handle.generation,
-        handle=made.handle,
+        handle=made.handle.model_copy(update={"made_at": min(began, default=made.handle.made_at)}),
         machines=machines,
         offer=made.offer,
         offers_considered=(*on_sale, *refused),

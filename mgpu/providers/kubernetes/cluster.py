@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -42,6 +43,7 @@ from mgpu.errors import (
 Json = dict[str, Any]
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CALL_S, _START_S = 60.0, 30.0
+_RENEW_S = 10.0  # between two log-ins that are read anew, and refused
 # kubectl until the input ends. The shell becomes it: no other process gets its number before its parent has let it go
 _HELD = """dir=$1; shift; exec 3<&0
 { cat <&3; kill $$; rm -rf "$dir"; } >/dev/null 2>&1 &
@@ -66,6 +68,10 @@ class Missing(Exception):
 
 class Exists(Exception):
     """An object of this name is there already, or was changed meanwhile."""
+
+
+class Changed(Exists):
+    """An object was changed meanwhile: the one that was asked for, or a quota that a new one counts against."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,8 @@ def _answers(path: Path) -> bool:
 
 _proxies: dict[Access, _Proxy] = {}
 _lock = threading.Lock()
+_renewing = threading.Lock()  # one at a time, and not while `_lock` is held
+_again_at: dict[Access, float] = {}  # monotonic; no log-in is read anew before
 
 
 @atexit.register
@@ -224,11 +232,29 @@ def dial(access: Access, seconds: float) -> socket.socket:
     raise AssertionError
 
 
-def renew(access: Access) -> None:
-    """Has the next call start another kubectl, which reads its configuration anew."""
-    with _lock:
-        if proxy := _proxies.pop(access, None):
-            proxy.close()
+def _renewed(access: Access, refused: _Proxy | None, ask: Callable[[], str], error: AuthError) -> str:
+    """What is answered to a kubectl that has read the log-in anew, after one that was `refused`. It takes that one's
+    place when it is answered: until then the connections to pods stand, which outlive the log-in that made them."""
+    with _renewing:
+        with _lock:
+            is_new = refused is None or _proxies.get(access) is not refused
+            if not is_new and time.monotonic() < _again_at.get(access, 0.0):
+                raise error
+            if not is_new:
+                del _proxies[access]
+        if refused is None or is_new:
+            return ask()
+        try:
+            answer = ask()
+        except BaseException:
+            with _lock:
+                new, _proxies[access] = _proxies.get(access), refused
+                _again_at[access] = time.monotonic() + _RENEW_S
+            if new is not None:
+                new.close()
+            raise
+        refused.close()
+        return answer
 
 
 def said(access: Access) -> str:
@@ -257,7 +283,7 @@ class Cluster:
 
     def get(self, path: str, **query: str) -> Json:
         """An object, or a list. Raises Missing."""
-        return json.loads(self._call("GET", path, query))
+        return self._object("GET", path, query)
 
     def text(self, path: str, **query: str) -> str:
         """A log. Raises Missing."""
@@ -265,15 +291,33 @@ class Cluster:
 
     def post(self, path: str, body: Json, *, makes: bool = False, **query: str) -> Json:
         """Makes an object. Raises Exists; with `makes`, AmbiguousCreate where nobody knows whether it did."""
-        return json.loads(self._call("POST", path, query, body, lost=AmbiguousCreate if makes else Transient))
+        try:
+            return self._object("POST", path, query, body, lost=AmbiguousCreate if makes else Transient)
+        except Changed as error:  # many are made at a time, and nothing has come of this one
+            raise Transient(f"kubernetes: POST {path}", str(error), "Ask again later.") from error
 
     def patch(self, path: str, body: Json) -> Json:
         """Merges this into an object. Raises Missing; Exists: it was changed meanwhile."""
-        return json.loads(self._call("PATCH", path, {}, body))
+        return self._object("PATCH", path, {}, body)
 
     def delete(self, path: str, body: Json) -> None:
         """Asks for its end. Raises Missing; Exists: not by these preconditions."""
         self._call("DELETE", path, {}, body)
+
+    def _object(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Json | None = None,
+        lost: type[ProviderError] = Transient,
+    ) -> Json:
+        text = self._call(method, path, query, body, lost)
+        try:
+            return json.loads(text)
+        except ValueError as error:  # a page of somebody who stands in between
+            why = f"what answers is no API server: {text[:200]}"
+            raise lost(f"kubernetes: {method} {path}", why, "Is it the cluster that kubectl speaks to?") from error
 
     def _call(
         self,
@@ -283,11 +327,12 @@ class Cluster:
         body: Json | None = None,
         lost: type[ProviderError] = Transient,
     ) -> str:
+        ask = partial(self._asked, method, path, query, body, lost)
+        used = _proxies.get(self.access)
         try:
-            return self._asked(method, path, query, body, lost)
-        except AuthError:  # kubectl reads a log-in once: there may be a newer one
-            renew(self.access)
-            return self._asked(method, path, query, body, lost)
+            return ask()
+        except AuthError as error:  # kubectl reads a log-in once: there may be a newer one
+            return _renewed(self.access, used, ask, error)
 
     def _asked(
         self, method: str, path: str, query: Mapping[str, str], body: Json | None, lost: type[ProviderError]
@@ -323,14 +368,14 @@ def refused(
     kubectl wrote before it."""
     try:
         told = json.loads(text)
-        why = str(told.get("message", text))
+        why, reason = str(told.get("message", text)), told.get("reason")
     except (ValueError, AttributeError):
-        why = text.strip()[-1000:]
+        why, reason = text.strip()[-1000:], None
     match status:
         case 404:
             return InvalidRequest(what, why, "Create it, or name another.") if "namespaces" in why else Missing(why)
         case 409:
-            return Exists(why)
+            return Changed(why) if reason == "Conflict" else Exists(why)
         case 401:
             return AuthError(what, why, _LOG_IN)
         case 403 if "exceeded quota" in why:

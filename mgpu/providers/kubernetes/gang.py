@@ -91,10 +91,14 @@ class Pod:
         return over or (self.failed and not any("running" in each for each in states))
 
     @property
+    def began_at(self) -> float:
+        """UNIX seconds: since when it holds its node's GPUs; 0: it has not started."""
+        return stamp(self._status["startTime"]) if self._status.get("startTime") else 0.0
+
+    @property
     def hard_cap_at(self) -> float:
         """UNIX seconds; 0: it has not started. One that has waited long ends by the gang's own end."""
-        began = self._status.get("startTime")
-        own = stamp(began) + self._spec["activeDeadlineSeconds"] if began else 0.0
+        own = self.began_at + self._spec["activeDeadlineSeconds"] if self.began_at else 0.0
         return min(own, self._ends_by or own)
 
     @property

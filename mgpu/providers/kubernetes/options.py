@@ -57,7 +57,9 @@ class KubernetesOptions(ProviderOptions):
     block = "kubernetes"
 
     context: _Context | None = Field(None, description="context of your kubeconfig (default: its current one)")
-    kubeconfig: File | None = Field(None, description="kubeconfig file (default: as kubectl finds it)")
+    kubeconfig: File | None = Field(
+        None, description="kubeconfig file, relative to the run file (default: as kubectl finds it)"
+    )
     namespace: _Name | None = Field(None, description="namespace (default: the context's)")
     gpu_resource: _Key = Field("nvidia.com/gpu", description="resource that GPUs are asked for by; amd.com/gpu")
     resources: dict[_Key, _Quantity] = Field(
@@ -116,10 +118,11 @@ class KubernetesOptions(ProviderOptions):
             yield "market", f"is {self.node_pool.market} with `kubernetes.node_pool` of this `compute_class`"
 
     def in_folder(self, folder: Path) -> Self:
-        """With the kubeconfig's own path."""
+        """With the kubeconfig where it is, for processes that run elsewhere."""
         if not self.kubeconfig:
             return self
-        return self.model_copy(update={"kubeconfig": str(folder / Path(self.kubeconfig).expanduser())})
+        found = (folder / Path(self.kubeconfig).expanduser()).absolute()
+        return self.model_copy(update={"kubeconfig": str(found)})
 
     def shares_files(self) -> bool:
         """As `same_paths` says of volumes."""

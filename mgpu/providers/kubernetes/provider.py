@@ -331,6 +331,7 @@ class KubernetesProvider(Provider):
             via=self._via(place, pod, told["port"]) if told else None,
             private_address=pod.address,
             price_usd_per_hour=self._options.price_usd_per_hour if price is None else price,
+            began_at=pod.began_at,
             hard_cap_at=pod.hard_cap_at,
             reason=reason or silent,
             cure=cure,

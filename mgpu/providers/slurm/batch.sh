@@ -15,8 +15,8 @@ if [ "$own" != "$SLURM_JOB_ID" ]; then
 fi
 MGPU_KILL_WAIT=$(scontrol show config 2>/dev/null | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
 export MGPU_KILL_WAIT="${MGPU_KILL_WAIT:-30}"
-task() {
-    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+task() { # bound to no core: a site may bind a task to one (TaskPluginParam), and the node is all that runs in this one
+    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
         bash -c ". '$MGPU_GANG/prologue.sh' && exec python3 '$MGPU_GANG/node.py' $1"
 }
 trap '' TERM USR2 # they are for the tasks; this script ends when they have

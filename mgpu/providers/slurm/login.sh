@@ -62,7 +62,10 @@ submit() { # TOKEN DIGEST sbatch's arguments: one job, whoever asks again
         return
     fi
     job_of "$token"
-    [ "$job" != none ] || fail "this token was given up"
+    if [ "$job" = none ]; then
+        say conflict # it was given up: another token may do
+        return
+    fi
     if [ "$job" ]; then
         made_here
     else

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Self
 
 from mgpu_train.config import Text
 from pydantic import AfterValidator, Field
@@ -40,7 +41,9 @@ class SlurmOptions(ProviderOptions):
     login: _Login | None = Field(
         None, description="login node, by your own ssh and its configuration (default: Slurm's commands run here)"
     )
-    ssh_config: File | None = Field(None, description="file for `ssh -F` (default: your own configuration)")
+    ssh_config: File | None = Field(
+        None, description="file for `ssh -F`, relative to the run file (default: your own configuration)"
+    )
     partition: _Name | None = Field(None, description="--partition (default: each that fits is an offer)")
     account: _Name | None = Field(None, description="--account (default: your default one)")
     qos: _Name | None = Field(None, description="--qos (default: the account's)")
@@ -73,6 +76,13 @@ class SlurmOptions(ProviderOptions):
         if self.gres and "gpu" in self.gres and not machines.gpus_per_node:
             yield "gpus_per_node", "is needed beside `slurm.gres` with GPUs: how many processes a node has"
 
+    def in_folder(self, folder: Path) -> Self:
+        """With the configuration of ssh where it is, for processes that run elsewhere."""
+        if not self.ssh_config:
+            return self
+        found = (folder / Path(self.ssh_config).expanduser()).absolute()
+        return self.model_copy(update={"ssh_config": str(found)})
+
     def shares_files(self) -> bool:
         """On a login node mgpu sees what the nodes see; from elsewhere it does not."""
         return self.login is None
@@ -89,8 +99,9 @@ ENTRY = ProviderEntry(
         multi_node=True,
         idempotent_create=True,
         repairs_single_nodes=False,
-        boot_s=120,
+        boot_s=900,  # nodes that Slurm starts in a cloud; a search waits twice as long
         end_s=180,
+        look_every_s=30,  # a log-in, and two questions to a controller that all users share
         notices="file",
         account_options=frozenset({"login", "ssh_config", "work_folder"}),
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import textwrap
 import time
@@ -18,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import Conflict, NoOffer
+from mgpu.errors import Conflict, NoOffer, Transient
 from mgpu.plan.model import Obstacle, Offer, Requirements
 from mgpu.providers import slurm
 from mgpu.providers.base import (
@@ -38,6 +39,16 @@ from mgpu.providers.slurm import findings
 from mgpu.providers.slurm.login import ENDED, Login
 from mgpu.providers.slurm.options import ENTRY, SlurmOptions
 
+# Slurm's reasons of jobs that wait for ever, where a site takes such jobs (EnforcePartLimits), and what would help
+_NEVER = (
+    (
+        r"PartitionTimeLimit|(Assoc|QOS)MaxWallDurationPerJobLimit",
+        "Lower `max_hours`, or name another partition, QOS.",
+    ),
+    (r"(Assoc|QOS)Max\w+PerJob(Limit)?|QOSMin\w+", "Ask for what the account and the QOS let one job have."),
+    (r"BadConstraints", "Mend `slurm.constraint`, `gres`, or what is asked for of a node: no node has all of it."),
+    (r"InvalidAccount|InvalidQOS|ReservationDeleted", "Name an account, a QOS and a reservation of yours in `slurm:`."),
+)
 _SETTINGS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 
@@ -133,7 +144,7 @@ class SlurmProvider(Provider):
         """Submits one job, or finds the one that this token has made; it waits in the queue, and `describe` says so.
 
         Raises:
-            Conflict: the token was used with other parameters.
+            Conflict: the token was used with other parameters, or given up.
             AmbiguousCreate: the answer was lost; `find` knows.
             NoOffer, QuotaExceeded, PermissionDenied, InvalidRequest: Slurm refused.
         """
@@ -155,7 +166,8 @@ class SlurmProvider(Provider):
         arguments = [token, request.digest(offer), *arguments]
         said = self._login.said('submit "$@"', *arguments, files=_files(options, asked), doing="submit a job")
         if said == ["conflict"]:
-            raise Conflict(f"slurm: token {token} was used with other parameters", scope="offer")
+            what = f"slurm: token {token} was used with other parameters, or given up"
+            raise Conflict(what, scope="offer")
         return self._handle(token, about, made_at=float(said[-1].split()[1]))
 
     def find(self, intent: Intent) -> Handle | None:
@@ -231,8 +243,11 @@ class SlurmProvider(Provider):
             python=asked.get("python", "python3"),
             private_address=node.get("address", ""),
             price_usd_per_hour=asked.get("price_usd_per_hour", 0.0),
+            began_at=node.get("began_at", 0.0),
             hard_cap_at=node.get("hard_cap_at", 0.0),
             reason=reason,
+            cure=gang.cure if name else "",
+            cure_scope="zone",  # limits are a partition's, too
         )
 
     def _via(self, node: Mapping[str, Any]) -> ProxyCommand:
@@ -253,17 +268,22 @@ class Gang:
 
     @classmethod
     def of(cls, said: list[str]) -> Gang:
-        """From what `tell` of login.sh says."""
+        """From what `tell` of login.sh says. Raises Transient: a file in the work folder cannot be read now."""
         lines = [line.partition("|")[::2] for line in said]
         job = next((rest.split("|") for kind, rest in lines if kind == "job"), ["", "", "", ""])
         files = dict(rest.split("|", 1) for kind, rest in lines if kind == "file")
         down = frozenset(rest for kind, rest in lines if kind == "down")
-        return cls(job[1], job[2], job[3], down, {name: json.loads(text) for name, text in files.items()})
+        return cls(job[1], job[2], job[3], down, {name: _told(name, text) for name, text in files.items()})
 
     @property
     def waits(self) -> bool:
         """Whether the job is in the queue: it has no nodes yet, and may get some."""
         return self.state not in ("", "COMPLETING", *ENDED) and self.nodes in ("", "(null)")
+
+    @property
+    def cure(self) -> str:
+        """What would let a job start that waits, where no time does; empty: its turn may come."""
+        return next((cure for words, cure in _NEVER if self.waits and re.fullmatch(words, self.reason)), "")
 
     def phase(self, node: Mapping[str, Any], ended: Mapping[str, Any] | None) -> tuple[NodePhase, str]:
         """A node's phase, and why it is not running."""
@@ -282,6 +302,14 @@ class Gang:
         if node and not ended and node["node"] in self.down and time.time() < node["hard_cap_at"]:
             return NodePhase.ENDING, f"{why}; node {node['node']} is down, and its processes may live on"
         return NodePhase.TERMINATED, why
+
+
+def _told(name: str, text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # empty: the file system did not give it
+        cure = "Is the file system of `slurm.work_folder` well?"
+        raise Transient(f"slurm: {name} of a gang cannot be read", str(error), cure) from error
 
 
 def _about(comment: str) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ from mgpu.providers import registry
 from mgpu.run.budget import account
 from mgpu.run.fleet import reuse
 from mgpu.run.fleet.teardown import Seller, give_back, names_of
-from mgpu.run.job.stack_output import handle_of
+from mgpu.run.job.stack_output import handle_of, provider_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, every, find, write
@@ -208,6 +208,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
     if lost:
         _end_lost(session, lost)
+    asked_at = time.time()
     with session.undoing(stack.interrupt, stack.abandon):
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
@@ -229,12 +230,22 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = (), up_to: 
     if record.hard_cap_at != fleet.hard_cap_at:
         record.month_usd = month_usd and record.spent_usd(time.time()) + month_usd
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
+    if _made_whole(record, fleet):
+        record.costs_no_more(asked_at)
     record.costs(fleet.generation, fleet.machines_usd_per_hour, fleet.made_at or time.time(), fleet.other_usd_per_hour)
     record.asking, record.moves = "", False
     if record.under_repair is not None:
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()
     return fleet
+
+
+def _made_whole(record: Record, fleet: StackOutput) -> bool:
+    """Whether none of the machines that the run had before is in the fleet: a gang comes and ends as one."""
+    seller, newest = provider_of(fleet), record.spending[-1] if record.spending else None
+    if seller is None or newest is None or seller.capabilities.repairs_single_nodes:
+        return False
+    return newest.generation != fleet.generation or newest.provider not in ("", record.provider)
 
 
 def _up(session: Session, stack: Stack, most_usd: float, up_to: Rank | None) -> None:
@@ -313,10 +324,11 @@ def _end(session: Session, fleet: StackOutput, ids: tuple[str, ...], *, unbilled
         session.check()
         time.sleep(seconds)
 
+    provider = registry.get(fleet.provider, fleet.options)
     try:
         with session.interrupts.leaving():
             acquire.destroy(
-                registry.get(fleet.provider, fleet.options),
+                provider,
                 handle_of(fleet),
                 nodes=ids,
                 unbilled=unbilled,
@@ -327,6 +339,9 @@ def _end(session: Session, fleet: StackOutput, ids: tuple[str, ...], *, unbilled
     except TeardownIncomplete as error:
         # the teardown, which follows, has the last word on what is billed
         raise ProviderError(error.what, error.why, "No replacement was asked for while it may live.") from error
+    if not provider.capabilities.repairs_single_nodes:  # all have gone, and the next ones may be long in a queue
+        session.record.costs_no_more(time.time())
+        session.save()
 
 
 def how_to_rent(project: Path) -> str:

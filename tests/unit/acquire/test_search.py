@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fakes.clock import Clock
@@ -71,7 +71,8 @@ class Double:
     ready_after_s: float = 3.0
     queued_for_s: float = 0.0  # before that it waits in a queue
     queue_limit_s: float = 0.0
-    queue_cure: str = ""  # what would let them start that wait in it for ever
+    queue_cure: str = ""  # what would let them start that wait in it for ever,
+    cure_scope: Literal["zone", "region"] = "region"  # and where
     looks: int = 0
     slowest_s: float = 0.0  # what it says of how long machines take to boot
     ending_s: float = 0.0  # from "asked to end" to gone: billed no more, and not gone
@@ -166,7 +167,7 @@ class Double:
             return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED)
         age_s = self.clock.now - machine.born - self.queued_for_s
         if machine.phase is None and age_s < 0:
-            told = {"reason": "Priority", "cure": self.queue_cure}
+            told = {"reason": "Priority", "cure": self.queue_cure, "cure_scope": self.cure_scope}
             return NodeState(rank=rank, id=name, phase=NodePhase.PENDING, queued=True, **told)
         up = age_s >= self.ready_after_s
         phase = machine.phase or (NodePhase.RUNNING if up else NodePhase.PENDING)
@@ -402,6 +403,14 @@ def test_what_can_never_start_is_not_waited_for_and_another_region_is_asked(benc
     assert bench.clock.now < 60, "no hour of the queue"
     assert caught.value.why.count("cannot start") == 2
     assert bench.double.billed == []
+
+
+def test_what_can_never_start_in_a_zone_is_asked_for_in_another(bench: Bench):
+    bench.double.queued_for_s = bench.double.queue_limit_s = 3600.0
+    bench.double.queue_cure, bench.double.cure_scope = "Mend it.", "zone"
+    with pytest.raises(NoOffer):
+        bench.acquire(offer(), offer("p5.big"), offer(zone="z2"))
+    assert bench.double.created == [offer().label, offer(zone="z2").label]
 
 
 def test_every_cure_is_named_once(bench: Bench):
@@ -1389,6 +1398,35 @@ def test_the_time_to_come_up_begins_when_the_queue_admits(bench: Bench):
     with pytest.raises(Transient, match="not every node was ready within 100 s"):
         bench.acquire(offer())
     assert bench.clock.now == pytest.approx(3700, abs=30)
+    assert bench.double.billed == []
+
+
+@pytest.mark.parametrize("error", [AuthError("expired", "", "Log in again."), Transient("the login node is away")])
+def test_a_request_stays_in_the_queue_while_nobody_can_look_at_it(bench: Bench, error: ProviderError):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 5 * 3600, 6 * 3600
+
+    def away_for_hours() -> None:
+        if 600 < bench.clock.now < 4 * 3600:
+            raise error
+
+    bench.double.on_describe = away_for_hours
+    assert bench.acquire(offer()).state.ready
+    assert bench.double.created == [offer().label], "it was asked for once"
+    told = [event.text for event in bench.events if isinstance(event, Warned)]
+    assert told == ["expired; what was asked for stays in the queue. Log in again."] * isinstance(error, AuthError)
+    assert bench.double.looks < 2000
+
+
+def test_machines_that_boot_are_given_back_where_the_log_in_is_over(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s, bench.double.ready_after_s = 600, 3600, 90
+
+    def over() -> None:
+        if bench.clock.now > 650:
+            raise AuthError("expired")
+
+    bench.double.on_describe = over
+    with pytest.raises(AuthError):
+        bench.acquire(offer())
     assert bench.double.billed == []
 
 

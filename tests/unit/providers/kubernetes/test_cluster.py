@@ -22,7 +22,7 @@ from waiting import until
 
 from mgpu.errors import AmbiguousCreate, AuthError, InvalidRequest, Transient
 from mgpu.providers.kubernetes import cluster
-from mgpu.providers.kubernetes.cluster import Access, Cluster, close_all, refused
+from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, close_all, refused
 
 Program = Callable[[str], None]
 HELPER = "getting credentials: exec: executable aws failed with exit code 255"
@@ -146,6 +146,39 @@ def test_a_helper_that_gets_nowhere_is_no_log_in_that_is_over(said: str, kind: t
     assert said in getattr(error, "why", "")
 
 
+QUOTA = 'Operation cannot be fulfilled on resourcequotas "gke-resource-quotas": the object has been modified'
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "made", "changed"),
+    [
+        (QUOTA, "Conflict", Transient, Exists),  # two jobs were made at the same time: nothing is there
+        ('jobs.batch "mgpu-f0" already exists', "AlreadyExists", Exists, Exists),
+    ],
+)
+def test_a_quota_that_was_changed_meanwhile_is_no_object_that_exists(monkeypatch, message, reason, made, changed):
+    api, said = Cluster(Access()), json.dumps({"message": message, "reason": reason})
+
+    def asked(method: str, *_: object) -> str:
+        raise refused(f"kubernetes: {method}", 409, said, lost=AmbiguousCreate)
+
+    monkeypatch.setattr(api, "_asked", asked)
+    with pytest.raises(made) as caught:
+        api.post("/jobs", {}, makes=True)
+    assert message in str(caught.value)
+    with pytest.raises(changed):
+        api.patch("/jobs/mgpu-f0", {})
+
+
+def test_a_page_of_somebody_in_between_is_no_answer_of_the_cluster(monkeypatch):
+    api = Cluster(Access())
+    monkeypatch.setattr(api, "_asked", lambda *_: "<html>Sign in</html>")
+    with pytest.raises(Transient, match="Sign in"):
+        api.get("/api/v1/pods")
+    with pytest.raises(AmbiguousCreate):
+        api.post("/jobs", {}, makes=True)
+
+
 class Answers(BaseHTTPRequestHandler):
     """An API server an hour behind, whose user's helper has failed."""
 
@@ -181,6 +214,72 @@ def test_what_a_helper_has_written_is_told_and_the_servers_clock_is_known(kubect
         assert "SSO session has expired" in caught.value.why
         server.shutdown()
         thread.join()
+
+
+class Logged(BaseHTTPRequestHandler):
+    """An API server that lets in whoever comes by a kubectl that was started after the log-in."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)  # type: ignore[attr-defined]
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def address_string(self) -> str:
+        return "here"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def logged_in(kubectl: Program, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What the API server answers to each kubectl that is started, in turn: the status by its number."""
+    statuses, servers = [401], list[UnixStreamServer]()
+    kubectl('echo "Starting to serve"; exec sleep 1000')
+    start = cluster._Proxy
+
+    def started(access: Access) -> cluster._Proxy:
+        proxy = start(access)
+        server = UnixStreamServer(proxy.path, Logged)
+        server.status = statuses[min(len(servers), len(statuses) - 1)]  # type: ignore[attr-defined]
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        return proxy
+
+    monkeypatch.setattr(cluster, "_Proxy", started)
+    monkeypatch.setattr(cluster, "_again_at", {})
+    yield statuses
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def lives(proxy: cluster._Proxy) -> bool:
+    return proxy._process.poll() is None
+
+
+def test_a_renewed_log_in_reaches_a_process_that_runs(logged_in: list[int]):
+    logged_in[:] = [401, 200]
+    first = cluster._proxies[Access()] = cluster._Proxy(Access())
+    assert Cluster(Access()).get("/x") == {}
+    assert cluster._proxies[Access()] is not first
+    until(lambda: not lives(first))
+
+
+def test_connections_to_pods_outlive_a_log_in_that_is_over(logged_in: list[int], monkeypatch: pytest.MonkeyPatch):
+    """They go through the first kubectl; a connection that stands is asked for no log-in any more."""
+    first = cluster._proxies[Access()] = cluster._Proxy(Access())
+    again = list[cluster._Proxy]()
+    with monkeypatch.context() as noted:
+        start = cluster._Proxy
+        noted.setattr(cluster, "_Proxy", lambda access: again.append(start(access)) or again[-1])
+        for _ in range(3):
+            with pytest.raises(AuthError):
+                Cluster(Access()).get("/x")
+    assert cluster._proxies == {Access(): first}
+    (second,) = again  # not one for each call
+    until(lambda: not lives(second))
+    assert lives(first)
 
 
 # --- how it gets there

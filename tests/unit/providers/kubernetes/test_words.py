@@ -24,7 +24,7 @@ from mgpu.errors import (
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import Handle, NodePhase
 from mgpu.providers.kubernetes import manifest, offered
-from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Missing, refused
+from mgpu.providers.kubernetes.cluster import Access, Exists, Missing, refused
 from mgpu.providers.kubernetes.findings import roles
 from mgpu.providers.kubernetes.gang import Gang, Pod
 from mgpu.providers.kubernetes.options import KubernetesOptions
@@ -459,22 +459,6 @@ def test_another_cluster_with_the_contexts_name_is_not_believed(monkeypatch):
     inside = handle.model_copy(update={"region": f"{offered.HERE}/n"})
     with pytest.raises(AuthError, match="in no cluster"):
         provider.describe(inside)
-
-
-def test_a_renewed_log_in_reaches_a_process_that_runs(monkeypatch):
-    answers, renewed = [AuthError("old"), "{}"], list[Access]()
-
-    def asked(*_):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr("mgpu.providers.kubernetes.cluster.renew", renewed.append)
-    cluster = Cluster(Access("", "c"))
-    monkeypatch.setattr(cluster, "_asked", asked)
-    assert cluster.get("/x") == {}
-    assert renewed == [Access("", "c")]
 
 
 def test_a_cluster_that_has_to_grow_first_makes_an_offer():

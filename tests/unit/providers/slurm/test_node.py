@@ -112,3 +112,13 @@ def test_a_job_that_can_write_nothing_ends_and_claims_nothing(tmp_path: Path):
     done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=10)
     assert (done.returncode, (tmp_path / "job").exists()) == (1, False)
     assert "nothing can be written" in done.stderr
+
+
+def test_a_node_has_all_cores_of_its_job_whatever_a_site_binds_tasks_to(tmp_path: Path):
+    for name, line in (("srun", f'echo "$*" >{tmp_path}/asked'), ("scontrol", "echo KillWait = 30 sec")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = Path(node.__file__).with_name("batch.sh")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MGPU_GANG": str(tmp_path), "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash", script], env={**env, "SLURM_JOB_NUM_NODES": "2"}, check=True, timeout=10)
+    assert "--cpu-bind=none" in (tmp_path / "asked").read_text().split()

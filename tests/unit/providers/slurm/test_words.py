@@ -8,8 +8,10 @@ import subprocess
 import time
 
 import pytest
+from mgpu_train.timeouts import Timeouts
 
 from mgpu.acquire.refusals import Refusals
+from mgpu.acquire.terms import limits
 from mgpu.errors import (
     AmbiguousCreate,
     AuthError,
@@ -21,7 +23,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import NodePhase
+from mgpu.providers.base import Handle, NodePhase
 from mgpu.providers.slurm import findings, login
 from mgpu.providers.slurm.login import Login
 from mgpu.providers.slurm.options import SlurmOptions
@@ -101,6 +103,38 @@ def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
     assert gang("NODE_FAIL", down=True, ended=True) is NodePhase.TERMINATED
     assert gang("NODE_FAIL") is NodePhase.TERMINATED
     assert gang("") is NodePhase.TERMINATED, "Slurm knows of no such job"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cure"),
+    [
+        ("PartitionTimeLimit", "max_hours"),
+        ("QOSMaxWallDurationPerJobLimit", "max_hours"),
+        ("AssocMaxGRESPerJob", "one job"),
+        ("BadConstraints", "constraint"),
+        ("InvalidQOS", "a QOS"),
+        ("Priority", ""),
+        ("Resources", ""),
+        ("QOSMaxJobsPerUserLimit", ""),
+        ("QOSMaxGRESPerUser", ""),
+        ("AssocGrpNodeLimit", ""),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", ""),
+        ("None", ""),
+    ],
+)
+def test_a_job_that_waits_for_ever_is_told_from_one_whose_turn_comes(monkeypatch, reason, cure):
+    monkeypatch.setattr(Login, "said", lambda *_, **__: [f"job|7|PENDING|{reason}|"])
+    about = {"provider": "slurm", "region": "here", "fleet": "f", "generation": 1, "token": "f0" * 20}
+    (node,) = SlurmProvider().describe(Handle.model_validate({**about, "ids": ("f0f0f0f0f0-0",)})).nodes
+    assert (node.queued, node.cure_scope) == (True, "zone")
+    assert (cure in node.cure) if cure else (node.cure == "")
+    running = Gang.of([f"job|7|RUNNING|{reason}|n1"])
+    assert running.cure == ""
+
+
+def test_of_a_file_that_cannot_be_read_nothing_is_concluded():
+    with pytest.raises(Transient, match=r"node-0\.json"):
+        Gang.of(["job|7|RUNNING|None|n1", "file|node-0.json|"])
 
 
 @pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "POWERING_UP"])
@@ -219,6 +253,17 @@ def test_what_a_start_up_file_prints_is_passed_over(answer):
     assert Login(SlurmOptions()).said("look") == ["17 1"]
 
 
+def test_a_token_that_was_given_up_is_no_refusal_that_ends_a_search(monkeypatch, tmp_path):
+    """Whoever goes on with the run on another machine asks by it, and then by the next one."""
+    for name in ("squeue", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    login_node = Login(SlurmOptions(work_folder=str(tmp_path / "work")))
+    assert login_node.said('give_up "$@"', "f0" * 20) == []
+    assert login_node.said('submit "$@"', "f0" * 20, "digest", files="") == ["conflict"]
+
+
 def test_nodes_get_no_secret_of_the_operators():
     given = {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m", "AWS_SECRET_ACCESS_KEY": "x", "SLURM_JOB_ID": "1"}
     assert login.passed_on(given) == {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m"}
@@ -236,6 +281,11 @@ def test_every_option_reaches_sbatch():
         *("--no-requeue", "--exclusive"),
     ]
     assert "--gres=gpu:2,lic:1" in findings.sbatch(SlurmOptions(gres="gpu:2,lic:1"), needed, offer)
+
+
+def test_nodes_that_slurm_starts_in_a_cloud_are_waited_for_as_long_as_slurm_does():
+    needed = Requirements(provider="slurm", max_price_usd_per_hour=1, max_hours=1)
+    assert limits(Timeouts(), SlurmProvider(), needed).provision_s >= 1800, "ResumeTimeout of AWS ParallelCluster"
 
 
 def test_all_mistakes_of_the_block_are_told_at_once():

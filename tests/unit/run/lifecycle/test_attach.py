@@ -365,6 +365,27 @@ def test_a_repair_is_remembered_with_the_fleet_that_it_made(project, dead):
     assert record.load("run-1").under_repair is None
 
 
+@pytest.mark.parametrize(("lost", "fails"), [((0,), False), ((0,), True), ((), False)])
+def test_a_gang_that_was_given_back_costs_nothing_while_the_next_one_waits(project, dead, monkeypatch, lost, fails):
+    """In a cluster's queue: perhaps for a day, and perhaps for nothing."""
+    cloud, now = project.world.cloud, [1000.0]
+    cloud.capabilities = cloud.capabilities.model_copy(update={"repairs_single_nodes": False})
+    session = Session(dead(State.REPAIRING, interruptions=[broken()]), project.context.emit, project.context.timeouts)
+    session.record.costs(9, 1.0, since=500.0)
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    def up():
+        now[0] += 24 * 3600
+        if fails:
+            raise NoCapacity("waited in the queue for 1440 min")
+
+    project.world.hooks["up"] = up
+    with pytest.raises(NoCapacity) if fails else nullcontext():
+        stacks.bring_up(session, stacks.stack_of(session.record, project.context), lost)
+    spent = [(each.since, each.until) for each in record.load("run-1").spending]
+    assert spent == [(500.0, 1000.0), *([] if fails else [(now[0], None)])]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_machines_are_waited_for_is_in_the_record_as_long_as_they_are(project, dead, fails):
     """`mgpu status` of another process reads it."""

@@ -26,6 +26,7 @@ from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, drain_
 from mgpu.run.supervision.metrics import collect
 from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
 from mgpu.run.supervision.supervisor import SETTLE_S, Supervisor
+from mgpu.spec.provider import entry
 
 BEGIN = 1000.0
 
@@ -291,13 +292,17 @@ def test_a_provider_that_does_not_answer_is_told_once_and_ends_nothing(watch):
     assert watch.stops == [0, 0]
 
 
-def test_a_provider_whose_looks_are_dear_is_asked_as_often_as_it_says_and_soon_where_something_is_amiss(watch):
+@pytest.mark.parametrize(("provider", "looks"), [("hosts", 3), ("slurm", 1)])  # a log-in each
+def test_a_provider_whose_looks_are_dear_is_asked_as_often_as_it_says_and_soon_where_something_is_amiss(
+    watch, provider, looks
+):
     cloud, asked = watch.world.cloud, []
-    cloud.capabilities = cloud.capabilities.model_copy(update={"look_every_s": 15})
+    every_s = entry(provider).capabilities.look_every_s
+    cloud.capabilities = cloud.capabilities.model_copy(update={"look_every_s": every_s})
     count = lambda: asked.append(cloud.described)  # noqa: E731
     watch.at(50, count).at(50, lambda: setattr(watch.world.nodes[1], "reachable", False)).at(52, count)
     assert watch.at(54, lambda: setattr(watch.world.nodes[1], "reachable", True)).done_at(60).run().succeeded
-    assert asked[0] == 3
+    assert asked[0] == looks
     assert asked[1] > asked[0]
 
 
