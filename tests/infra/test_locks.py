@@ -126,6 +126,21 @@ def test_the_lock_of_a_process_that_is_gone_is_broken_and_no_other_file_touched(
     assert str(dead.pid) in make_way.said[0].text
 
 
+def test_a_containers_user_without_a_name_is_who_its_environment_says(make_way, dead, monkeypatch):
+    theirs, ours = make_way.lock(dead.pid, username="somebody"), make_way.lock(dead.pid, username="me")
+
+    def nameless(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nameless)
+    monkeypatch.setenv("USER", "me")
+    with pytest.raises(StackError, match="somebody"):
+        make_way()
+    theirs.unlink()
+    make_way()
+    assert not ours.exists()
+
+
 def test_the_lock_of_a_number_that_another_program_has_now_is_broken(make_way, start):
     path = make_way.lock(start("sleep").pid)
     make_way()
@@ -306,11 +321,24 @@ def test_creates_that_were_cut_off_are_read_from_the_state_file(xdg, packed):
     assert state_file.pending_creates("p", "absent") == ()
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", '{"checkpoint": {}}', '{"checkpoint": {"latest": null}}'])
-def test_a_state_that_cannot_be_read_is_left_to_the_cli(xdg, text):
+PACKED = gzip.compress(b'{"checkpoint": {}}', mtime=0)
+UNREADABLE = {
+    "nothing": b"",
+    "half": b"{",
+    "null": b"null",
+    "empty": b'{"checkpoint": {}}',
+    "no latest": b'{"checkpoint": {"latest": null}}',
+    "half packed": PACKED[:15],
+    "packed and damaged": PACKED[:10] + b"\xff" * 9,
+}
+
+
+@pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_state_that_cannot_be_read_is_left_to_the_cli(xdg, data):
     folder = xdg / "state/mgpu/pulumi/.pulumi/stacks/p"
     folder.mkdir(parents=True)
-    (folder / "s.json").write_text(text)
+    (folder / "s.json").write_bytes(data)
+    assert state_file.fleets("p", "s") == frozenset()
     assert state_file.pending_creates("p", "s") == ()
 
 

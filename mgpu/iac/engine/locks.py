@@ -83,11 +83,19 @@ def _require_ours(lock: Lock, stack: str) -> None:
     """Raises StackError where this process cannot see whether the holder lives, or may not judge it."""
     if lock.hostname != socket.gethostname():
         why = "Whether that process still lives cannot be seen from here."
-    elif lock.username != pwd.getpwuid(os.getuid()).pw_name:
+    elif lock.username != _me():
         why = "It is another user's."
     else:
         return
     raise StackError(f"stack {stack} is locked by {_who(lock)}", why, _release(stack))
+
+
+def _me() -> str:
+    """As Pulumi says it: a container's user may have no name but the environment's."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return os.environ.get("USER", "")
 
 
 def _held(lock: Lock, place: str) -> bool:

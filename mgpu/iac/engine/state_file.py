@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,10 @@ def read(key: str) -> Any:
     here = location.current()
     with here.asking("read"):
         data = here.state.get(key, _LARGEST)
-    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    try:
+        return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except zlib.error as error:  # which is no OSError, as gzip's own are
+        raise ValueError(str(error)) from error
 
 
 def pending_creates(project: str, stack: str) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ class FleetHandler:
             return _refuse_import(call, resource_id)
         fleet = FleetOutputs.model_validate(old)
         provider = fleet.rented_from()
-        state = _described(call, provider, fleet.handle)
+        state = self._described(call, provider, fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
             generations.used(call.settings.state_dir, fleet.owner, fleet.name, fleet.generation)
@@ -189,7 +189,9 @@ class FleetHandler:
             if provider.capabilities.repairs_single_nodes:
                 fleet = self._shrink(call, provider, fleet, wanted.nodes)
                 fleet = self._fill(call, provider, fleet, wanted)
-            elif len(fleet.handle.ids) != wanted.nodes or _missing(call, provider, fleet.handle):
+            elif len(fleet.handle.ids) != wanted.nodes or _missing(
+                fleet.handle, self._described(call, provider, fleet.handle)
+            ):
                 fleet = self._anew(call, provider, fleet, wanted)
         except MgpuError as error:
             # state keeps what lives, under the new requirements: the next `up` goes on from there
@@ -211,16 +213,16 @@ class FleetHandler:
         handle = fleet.handle.model_copy(update={"ids": fleet.handle.ids[:nodes]})
         if surplus:
             acquire.destroy(provider, fleet.handle, nodes=surplus, timeouts=self._timeouts, emit=call.emit)
-        return fleet.seen(handle, _described(call, provider, handle))
+        return fleet.seen(handle, self._described(call, provider, handle))
 
     def _fill(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
         """Rents a machine for every rank that has none that lives: those that were lost, and those that are new."""
         handle = _grown(fleet.handle, wanted.nodes)
-        missing = _missing(call, provider, handle)
+        missing = _missing(handle, self._described(call, provider, handle))
         if not missing:
             return fleet
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
-        fleet = fleet.seen(handle, _described(call, provider, handle))
+        fleet = fleet.seen(handle, self._described(call, provider, handle))
         needed = _needed_beside(fleet, wanted, len(missing))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
@@ -254,6 +256,11 @@ class FleetHandler:
 
         made, plan = self._or_swept(call, provider, wanted, rented)
         return bought(wanted, made, plan.offers, time.time())
+
+    def _described(self, call: Call, provider: Provider, handle: Handle) -> FleetState:
+        """What the machines are; a provider that is busy for a moment ends neither a refresh nor a repair."""
+        limit_s = min(acquire.ANSWER_S, self._timeouts.destroy_s)
+        return acquire.patiently(lambda: provider.describe(handle), limit_s, call.cancelled.wait, call.emit)
 
     def _cap_s(self, wanted: FleetInputs) -> float:
         """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""
@@ -367,12 +374,8 @@ def _grown(handle: Handle, nodes: int) -> Handle:
     return handle.model_copy(update={"ids": handle.ids + ("",) * (nodes - len(handle.ids))})
 
 
-def _described(call: Call, provider: Provider, handle: Handle) -> FleetState:
-    return acquire.patiently(lambda: provider.describe(handle), acquire.ANSWER_S, call.cancelled.wait, call.emit)
-
-
-def _missing(call: Call, provider: Provider, handle: Handle) -> tuple[int, ...]:
-    lost = set(_described(call, provider, handle).lost)
+def _missing(handle: Handle, state: FleetState) -> tuple[int, ...]:
+    lost = set(state.lost)
     return tuple(rank for rank, machine in enumerate(handle.ids) if not machine or rank in lost)
 
 

@@ -67,8 +67,8 @@ def _end_listed(
     regions: Collection[str],
 ) -> bool:
     kept, ended = frozenset(keep), False
-    look = partial(listed, provider, owner, regions)
-    for handle in acquire.patiently(look, acquire.ANSWER_S, call.cancelled.wait, call.emit):
+    look, limit_s = partial(listed, provider, owner, regions), min(acquire.ANSWER_S, timeouts.destroy_s)
+    for handle in acquire.patiently(look, limit_s, call.cancelled.wait, call.emit):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
         if handle.fleet != fleet or not strays:
             continue

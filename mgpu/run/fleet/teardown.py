@@ -96,7 +96,8 @@ def _swept(
     a moment, is asked again: it has the last word on what is billed."""
 
     def look() -> tuple[Handle, ...]:
-        return acquire.patiently(partial(_owned, provider, owner, names, regions), acquire.ANSWER_S, _slept, emit)
+        limit_s = min(acquire.ANSWER_S, timeouts.destroy_s)
+        return acquire.patiently(partial(_owned, provider, owner, names, regions), limit_s, _slept, emit)
 
     left = look()
     for handle in left:
