@@ -341,7 +341,7 @@ class Remembers(nn.Module):
 class TestBuffers:
     """On one rank."""
 
-    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, dp_size=1, tells=True)
+    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, copies=1, tells=True)
 
     def test_a_skipped_step_leaves_statistics_as_they_were_and_another_does_not(self):
         torch.manual_seed(0)
