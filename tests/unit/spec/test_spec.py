@@ -458,6 +458,16 @@ NO_CODE = without(without(AWS, "command"), "code")
             "train.context_parallel",
             "it has no sequences that ranks could share",
         ),
+        (
+            edited(DEMO, "train", "{task: hf, options: {model: ./m, data: d, kind: classifier}, context_parallel: 2}"),
+            "train.context_parallel",
+            "a classifier reads a text as a whole",
+        ),
+        (
+            edited(DEMO, "train", "{task: hf, options: {model: ./m, data: d, pack: false}, context_parallel: 2}"),
+            "train.context_parallel",
+            "`pack: true`",
+        ),
         (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
         (edited(DEMO, "train", "{lr: 0.1, lr_from: 0.1}"), "train", "`lr_from` (0.1) has to be below `lr` (0.1)"),
         (edited(DEMO, "train", "{micro_batch: 0}"), "train.micro_batch", "must be at least 1"),
