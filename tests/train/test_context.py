@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from mgpu_train.config import ModelConfig
 from mgpu_train.data.order import Chunks
 from mgpu_train.errors import TrainError
 from mgpu_train.models import context_hf
 from mgpu_train.models.context import Context, causal_part
+from mgpu_train.models.gpt import GPT
 from mgpu_train.parallel import Place
 from mgpu_train.strategies import context as strategy
 from torch import nn
@@ -73,7 +75,7 @@ def test_parts_of_causal_attention_are_those_of_the_whole(size, shared):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "context", "pipeline", "mine"),
+    ("tensor", "shared", "pipeline", "mine"),
     [
         (1, 2, 1, {0: [0, 1], 5: [4, 5]}),
         (2, 2, 1, {0: [0, 2], 3: [1, 3], 6: [4, 6]}),
@@ -82,13 +84,13 @@ def test_parts_of_causal_attention_are_those_of_the_whole(size, shared):
         (1, 8, 1, {3: [0, 1, 2, 3, 4, 5, 6, 7]}),
     ],
 )
-def test_ranks_of_a_group_have_the_same_samples_layers_and_blocks(monkeypatch, tensor, context, pipeline, mine):
+def test_ranks_of_a_group_have_the_same_samples_layers_and_blocks(monkeypatch, tensor, shared, pipeline, mine):
     groups: list[list[int]] = []
     told: dict[int, Context] = {}
 
     class Shares:
-        def share_sequences(self, _model: nn.Module, shared: Context) -> None:
-            told[len(told)] = shared
+        def share_sequences(self, _model: nn.Module, given: Context) -> None:
+            told[len(told)] = given
 
     def group(every: list[list[int]]) -> tuple[object, None]:
         groups[:] = every
@@ -97,7 +99,7 @@ def test_ranks_of_a_group_have_the_same_samples_layers_and_blocks(monkeypatch, t
     monkeypatch.setattr(torch.distributed, "new_subgroups_by_enumeration", group)
     nothing: Any = None
     places = [
-        Place(rank, rank, 8, torch.device("cpu"), nothing, nothing, tensor=tensor, context=context, pipeline=pipeline)
+        Place(rank, rank, 8, torch.device("cpu"), nothing, nothing, tensor=tensor, context=shared, pipeline=pipeline)
         for rank in range(8)
     ]
     for place in places:
@@ -107,11 +109,11 @@ def test_ranks_of_a_group_have_the_same_samples_layers_and_blocks(monkeypatch, t
     for ranks_of in groups:
         alike = {(places[rank].dp_rank, places[rank].stage, rank % tensor) for rank in ranks_of}
         assert len(alike) == 1
-        assert [told[rank].rank for rank in ranks_of] == list(range(context))
+        assert [told[rank].rank for rank in ranks_of] == list(range(shared))
     for rank, expected in mine.items():
         assert expected in groups
         assert rank in expected
-    assert {place.dp_rank for place in places} == set(range(8 // (tensor * context * pipeline)))
+    assert {place.dp_rank for place in places} == set(range(8 // (tensor * shared * pipeline)))
     assert len({place.copy for place in places}) == 8 // (tensor * pipeline), "each copy draws by itself"
 
 
@@ -155,6 +157,25 @@ def test_attention_in_both_directions_is_that_of_the_whole():
         torch.testing.assert_close(part, ranks(3)[rank].part(expected, 2))
 
 
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 1, "mlp": "swiglu", "qk_norm": True}], ids=str)
+def test_a_model_of_task_lm_says_of_its_tokens_what_it_says_of_the_whole(changes):
+    torch.manual_seed(0)
+    whole = GPT(ModelConfig(layers=2, dim=32, heads=2, **changes), 32)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(256, (2, 24))  # fewer than there may be
+    with torch.no_grad():
+        expected = whole(tokens)
+
+    def run(each: Context) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        model.share(each)
+        return model(each.part(tokens))
+
+    for rank, found in enumerate(together(3, run)):
+        torch.testing.assert_close(found, ranks(3)[rank].part(expected), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", context_hf.SHARED)
 def test_models_of_transformers_whose_sequences_are_shared_say_what_they_say_of_the_whole(name):
     """Also those that are given other positions than they would count themselves."""
@@ -167,10 +188,10 @@ def test_models_of_transformers_whose_sequences_are_shared_say_what_they_say_of_
         expected = whole(input_ids=tokens).logits
         assert not torch.allclose(expected, whole(input_ids=tokens.roll(1, 1)).logits.roll(-1, 1)), "order matters"
 
-    def run(context: Context) -> torch.Tensor:
+    def run(each: Context) -> torch.Tensor:
         model = copy.deepcopy(whole)
-        context_hf.share(model, context, 16)
-        return model(input_ids=context.part(tokens), position_ids=context.part(positions)).logits
+        context_hf.share(model, each, 16)
+        return model(input_ids=each.part(tokens), position_ids=each.part(positions)).logits
 
     for rank, found in enumerate(together(2, run)):
         torch.testing.assert_close(found, ranks(2)[rank].part(expected), rtol=1e-4, atol=1e-5)
