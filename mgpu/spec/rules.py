@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mgpu_train import launchers
 from mgpu_train.config import FP8_CAPABILITY, LmOptions, TrainConfig
@@ -15,7 +15,8 @@ from mgpu_train.data.order import Slices
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks import entry as tasks
-from pydantic import BaseModel, ValidationError
+from mgpu_train.tasks.entry import TaskEntry
+from pydantic import ValidationError
 
 from mgpu.spec import command
 from mgpu.spec.expect import OF_THE_RUN
@@ -180,7 +181,7 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
         return
     sizes: tuple[Where, ...] = (("nodes",), ("gpus_per_node",), ("processes_per_node",))
     train, world = spec.train, spec.world_size
-    parts = Sizes(world, spec.nodes, train.tensor_parallel, train.pipeline_parallel, train.replicas)
+    parts = Sizes.of(train, world, spec.nodes)
     launcher = launchers.installed().found.get(spec.launcher)
     if launcher is not None and not launcher.trainer:
         message = f"{spec.launcher} is for a `command`; the trainer is started by torchrun"
@@ -236,7 +237,7 @@ def _task(spec: RunSpec) -> Iterator[Mistake]:
     task, options = spec.train.task, spec.train.options
     entry = tasks.installed().found.get(task)
     if entry is not None:
-        yield from _parted(spec.train, entry.options, entry.refuse)
+        yield from _parted(spec.train, entry)
     if ":" not in task and task not in tasks.installed().found:
         why, nearest = tasks.installed().complaint(task)
         yield Mistake(("train", "task"), f"{why}; a class of yours is package.module:Class", (), nearest)
@@ -248,16 +249,16 @@ def _task(spec: RunSpec) -> Iterator[Mistake]:
             yield Mistake(("train", key), "`train.options` says it, too", (("train", "options"),))
 
 
-def _parted(
-    train: TrainConfig, options: type[BaseModel], refuse: Callable[[Any, int, int], str | None]
-) -> Iterator[Mistake]:
+def _parted(train: TrainConfig, entry: TaskEntry) -> Iterator[Mistake]:
     try:
-        given = options.model_validate(train.task_options)
+        given = entry.options.model_validate(train.task_options)
     except ValidationError:  # told of elsewhere, with line and field
         return
-    if why := refuse(given, train.tensor_parallel, train.pipeline_parallel):
-        at = "tensor_parallel" if refuse(given, train.tensor_parallel, 1) else "pipeline_parallel"
+    if why := entry.refuse(given, train.tensor_parallel, train.pipeline_parallel):
+        at = "tensor_parallel" if entry.refuse(given, train.tensor_parallel, 1) else "pipeline_parallel"
         yield Mistake(("train", at), why, (("train", "model"), ("train", "options")))
+    if train.context_parallel > 1 and (why := entry.refuse_context(given, train.context_parallel)):
+        yield Mistake(("train", "context_parallel"), why, (("train", "seq_len"), ("train", "options")))
 
 
 def _variables(spec: RunSpec) -> Iterator[Mistake]:

@@ -29,7 +29,7 @@ RANGE = 1e-6, 1.0  # rates that no loss falls with yet, and that most models div
 # what changes how fast a model learns its samples, and not which samples, or by which rule
 TUNABLE = (
     *("micro_batch", "activation_checkpointing", "compile", "strategy", "tensor_parallel", "pipeline_parallel"),
-    *("replicas", "precision", "threads", "loader_threads"),
+    *("context_parallel", "replicas", "precision", "threads", "loader_threads"),
 )
 
 
@@ -141,7 +141,7 @@ def _instead(spec: RunSpec, trials: Trials) -> RunSpec:
 def _worth_trying(spec: RunSpec, train: TrainConfig) -> dict[str, tuple[Any, ...]]:
     """Twice as much accumulation, activations that are computed again, another strategy; compiling beside a GPU alone:
     on a CPU that takes longer than it is worth in a trial."""
-    size = Slices(train.global_batch, train.micro_batch, 0, _sizes(train, spec.nodes, spec.processes).data).size
+    size = Slices(train.global_batch, train.micro_batch, 0, Sizes.of(train, spec.world_size, spec.nodes).data).size
     others = ("ddp", "fsdp") if spec.world_size > 1 else ()
     return {
         "strategy": tuple(dict.fromkeys((train.strategy, *others))),
@@ -171,24 +171,20 @@ def _stage(spec: RunSpec, nodes: int, processes: int) -> Trial:
     name = "one process" if nodes * processes == 1 else f"{where}, {nodes * processes} processes"
     if (nodes, processes) == (spec.nodes, spec.processes):
         return Trial(name=name)
-    whole = _sizes(spec.train, spec.nodes, spec.processes)
+    whole = Sizes.of(spec.train, spec.world_size, spec.nodes)
     each = -(-spec.train.global_batch // whole.data)
     kind = strategies.installed().found[spec.train.strategy]
     changes, sizes = next(_simpler(spec.train, nodes, processes))
-    less = kind.sharded or spec.train.tensor_parallel * spec.train.pipeline_parallel > 1
+    less = kind.sharded or whole.data < whole.world_size
     train = {**changes, "global_batch": each * sizes.data}
     return Trial(name=name, nodes=nodes, processes_per_node=processes, train=train, may_lack_memory=less)
 
 
 def _simpler(train: TrainConfig, nodes: int, processes: int) -> Iterator[tuple[dict[str, Any], Sizes]]:
     """Changes with which so few ranks can be asked, those that change least first; replicas suit any number."""
-    whole = {"tensor_parallel": 1, "pipeline_parallel": 1}
+    whole = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
     for changes in ({}, *({"strategy": each, **whole} for each in dict.fromkeys((train.strategy, "fsdp", "ddp")))):
-        sizes = _sizes(train.model_copy(update=changes), nodes, processes)
+        sizes = Sizes.of(train.model_copy(update=changes), nodes * processes, nodes)
         strategy = strategies.installed().found[changes.get("strategy", train.strategy)]
         if not (sizes.refuse() or strategy.refuse(sizes)):
             yield changes, sizes
-
-
-def _sizes(train: TrainConfig, nodes: int, processes: int) -> Sizes:
-    return Sizes(nodes * processes, nodes, train.tensor_parallel, train.pipeline_parallel, train.replicas)

@@ -16,6 +16,8 @@ import torch
 from mgpu_train.agent.machine import ports
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 from mgpu_train.health import gpus, preflight
+from mgpu_train.models.context import Context, causal_part
+from torch.nn import functional
 
 TINY = {
     "steps": 6, "threads": 2, "precision": "fp32", "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01,
@@ -179,6 +181,26 @@ def test_a_gpu_is_counted_and_measured(tmp_path):
     subprocess.run([sys.executable, "-m", "mgpu_train.health.preflight"], env=env, check=True, timeout=120)
     ((measured,),) = json.loads((tmp_path / "said").read_text()).values()
     assert measured["tflops"] > 1, "a GPU's, not a processor's"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared", "far"), [(torch.bfloat16, 4, 2e-2), (torch.float16, 1, 5e-3), (torch.float32, 1, 1e-3)]
+)
+def test_parts_of_causal_attention_are_those_of_the_whole(kind, shared, far):
+    """Of ranks that share sequences: with the mask that flash attention knows, and with the one of float32."""
+    torch.manual_seed(0)
+    shapes = [(2, 2 * shared, 512, 64), (2, 2, 512, 64), (2, 2, 512, 64)]
+    q, k, v = given = [torch.randn(*shape, device="cuda", dtype=kind, requires_grad=True) for shape in shapes]
+    whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared > 1)
+    weights = torch.randn_like(whole)
+    wanted = torch.autograd.grad((whole * weights).sum(), given)
+    parts = [Context(rank, 4, None) for rank in range(4)]
+    found = [causal_part(each.part(q, 2), k, v, each, enable_gqa=shared > 1) for each in parts]
+    for each, part in zip(parts, found, strict=True):
+        torch.testing.assert_close(part, each.part(whole, 2), rtol=far, atol=far)
+    total = torch.stack([(part * each.part(weights, 2)).sum() for each, part in zip(parts, found, strict=True)]).sum()
+    for gradient, expected in zip(torch.autograd.grad(total, given), wanted, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=far, atol=4 * far)
 
 
 def test_a_copy_beside_the_gpus_other_work_is_of_the_moment_it_was_asked_for():

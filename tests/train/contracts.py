@@ -105,6 +105,47 @@ class Empty(Parity):
         return []
 
 class Other: pass
+
+class Pairs:
+    # sequences of numbers whose sum each token has to find
+    fingerprint = "pairs"
+    def __len__(self):
+        return 16
+    def batch(self, samples, seeds):
+        numbers = torch.stack([torch.sin(torch.arange(8) * (1.0 + sample)) for sample in samples])
+        return {"numbers": numbers, "sum": numbers.sum(1, keepdim=True).expand(-1, 8)}
+
+class Reader(nn.Module):
+    # sees the whole sequence, in both directions
+    context = None
+    def __init__(self):
+        super().__init__()
+        self.up, self.positions, self.head = nn.Linear(1, 12), nn.Embedding(8, 12), nn.Linear(4, 1)
+    def forward(self, numbers):
+        places = self.positions.weight if self.context is None else self.context.part(self.positions.weight, 0)
+        q, k, v = (self.up(numbers.unsqueeze(-1)) + places).unsqueeze(1).chunk(3, -1)
+        attend = nn.functional.scaled_dot_product_attention if self.context is None else self.context.attention
+        return self.head(attend(q, k, v).squeeze(1)).squeeze(-1)
+
+class Adding(Parity):
+    context = None
+    def data(self, split):
+        return Pairs()
+    def model(self):
+        return Reader()
+    def initialise(self, model):
+        for each in (model.up, model.positions, model.head):
+            each.reset_parameters()
+    def layout(self, model):
+        return Layout()
+    def loss(self, model, batch):
+        numbers, wanted = batch["numbers"], batch["sum"]
+        if self.context is not None:
+            numbers, wanted = (self.context.part(each) for each in (numbers, wanted))
+        total = (model(numbers) - wanted).square().sum()
+        return Loss(total, wanted.numel(), {"accuracy": total.detach() * 0 + wanted.numel()})
+    def share_sequences(self, model, context):
+        self.context = model.context = context
 """
 # bytes of the machine's memory that are free for its two ranks, as `train.micro_batch: auto` sees them
 FREE = {
@@ -114,6 +155,7 @@ FREE = {
     "starved": 1 << 10,
     "unknown": math.inf,
 }
+FAKES = Path(__file__).resolve().parents[1] / "fakes"
 PARITY = "mgpu_parity.task:Parity"
 OPTIONS = {"bits": 5, "width": 8}
 HUNGRY = {"task": "tasks_of_tests:Hungry", "global_batch": 64}
@@ -144,8 +186,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "starved": {"micro_batch": "auto"},
     "unknown": {"micro_batch": "auto"},
     "no-fp8": {"precision": "fp8"},
+    "no-sequences": {"context_parallel": 2},
+    "no-parts": {"task": "lm", "options": {"seq_len": 18, "text": str(FAKES)}, "context_parallel": 2},
+    "adding": {"task": "tasks_of_tests:Adding"},
+    "adding-together": {"task": "tasks_of_tests:Adding", "context_parallel": 2, "micro_batch": "auto"},
+    "adding-byhand": {
+        "task": "tasks_of_tests:Adding", "context_parallel": 2, "strategy": "mgpu_parity.strategy:ByHand",
+    },
     "lm-options": {"task": "lm", "options": {"seq_len": 2}},
-}
+}  # fmt: skip
 
 
 def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str | None:

@@ -42,6 +42,18 @@ def test_any_split_of_a_batch_has_the_same_mean_though_samples_weigh_differently
             assert [line[key] for line in lines(out, name, kind)] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adding-together", "adding-byhand"])
+def test_sequences_of_any_task_are_shared_under_any_strategy_and_each_token_counts_once(out, name):
+    for kind in ("step", "validation"):
+        expected = [line["loss"] for line in lines(out, "adding", kind)]
+        assert [line["loss"] for line in lines(out, name, kind)] == pytest.approx(expected, rel=1e-5)
+        assert [line["accuracy"] for line in lines(out, name, kind)] == [1.0] * len(expected)
+    for key in ("grad_norm", "samples"):
+        expected = [line[key] for line in lines(out, "adding", "step")]
+        assert [line[key] for line in lines(out, name, "step")] == pytest.approx(expected, rel=1e-5)
+    assert json.loads((out / name / "checkpoints" / "step-4" / "meta.json").read_text())["mesh"] == "dp=1,cp=2"
+
+
 def test_values_of_a_task_are_told_by_their_names_and_speed_in_its_unit(out):
     *_, last = lines(out, "whole", "step")
     assert 0 <= last["accuracy"] <= 1
@@ -111,6 +123,11 @@ def test_weights_that_are_one_stay_one(out):
         ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, fsdp, hsdp, single"),
         ("starved", "`train.micro_batch: auto`: not even 1 at a time: with it rank"),
         ("unknown", "`train.micro_batch: auto`: this system does not say how much memory"),
+        ("no-sequences", "`train.context_parallel`: Parity does not say how ranks share its sequences"),
+        (
+            "no-parts",
+            "`train.context_parallel`: `seq_len`: 2 ranks share sequences of a multiple of 4 tokens, and 18 is none",
+        ),
         ("no-fp8", "`train.precision`: fp8 needs a GPU of compute capability 8.9 or more"),
         ("lm-options", "`train.options` of task lm: seq_len: Input should be greater than or equal to 8"),
     ],

@@ -77,6 +77,8 @@ def stories(out: Path) -> dict[int, dict[str, dict[str, Any]]]:
         for name, each in of_all.items()
         for strategy, micro in (("ddp", None), ("fsdp", 3))
     }
+    for name in ("lora", "llama", "bert"):
+        two[f"{name}-context"] = {"strategy": "fsdp", "options": of_all[name], "context_parallel": 2}
     two["lora-fsdp-saved"] = {"strategy": "fsdp", "options": of_all["lora"], "activation_checkpointing": "full"}
     two["mixtral-fsdp"] = {"strategy": "fsdp", "options": mixtral}
     two["mixtral-lora-fsdp"] = {"strategy": "fsdp", "options": sparse}
@@ -147,8 +149,13 @@ def test_a_classifier_tells_sentences_apart_that_it_has_never_seen(trained):
     assert {key for line in lines for key in line if "accuracy" in key or "_per_s" in key} <= set(HF.metrics)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["lora", "llama", "bert", "asked"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        *((name, strategy) for name in ("lora", "llama", "bert", "asked") for strategy in ("ddp", "fsdp")),
+        *((name, "context") for name in ("lora", "llama", "bert")),
+    ],
+)
 def test_ranks_train_what_one_process_trains(trained, name, strategy):
     alone, both = trained(name).lines, trained(f"{name}-{strategy}").lines
     for kind, keys in (("step", ("loss", "grad_norm")), ("validation", ("loss", "accuracy"))):

@@ -341,7 +341,7 @@ class Remembers(nn.Module):
 class TestBuffers:
     """On one rank."""
 
-    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, dp_size=1, tells=True)
+    place: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, copies=1, tells=True)
 
     def test_a_skipped_step_leaves_statistics_as_they_were_and_another_does_not(self):
         torch.manual_seed(0)
@@ -387,13 +387,13 @@ class TestBuffers:
 class TestFit:
     """Of `micro_batch: auto`, on one rank."""
 
-    def fit(self, shards: bool, error: Exception | None = None) -> Fit:
+    def fit(self, shards: bool, error: Exception | None = None, context: int = 1) -> Fit:
         def loss(model, batch):
             if len(batch) > 4:
                 raise error or torch.OutOfMemoryError("CUDA out of memory")
             return SimpleNamespace(total=model(batch).sum())
 
-        alone = {"rank": 0, "world_size": 1, "gather": lambda said: [said], "barrier": lambda: None}
+        alone = {"rank": 0, "world_size": 1, "context": context, "gather": lambda said: [said], "barrier": lambda: None}
         place = SimpleNamespace(device=torch.device("cpu"), **alone)
         strategy = SimpleNamespace(place=place, shards=shards, forward_pass=lambda model, reduce: nullcontext())
         given: Any = (SimpleNamespace(loss=loss), nn.Linear(2, 1), strategy)
@@ -425,10 +425,11 @@ class TestFit:
             self.fit(shards=False, error=error).largest(16, 0)
         assert caught.value is error
 
-    def test_shards_do_not_survive_that_on_one_rank_either(self):
-        """FSDP leaves what it had gathered for a backward pass that never came."""
+    @pytest.mark.parametrize(("shards", "context"), [(True, 1), (False, 2)])
+    def test_shards_and_shared_sequences_do_not_survive_that_on_one_rank_either(self, shards, context):
+        """FSDP leaves what it had gathered for a backward pass that never came; others wait for keys and values."""
         with pytest.raises(TrainError, match=r"8 samples lack memory on rank 0.*Say `micro_batch: 4`"):
-            self.fit(shards=True).largest(16, 0)
+            self.fit(shards=shards, context=context).largest(16, 0)
 
 
 class TestPatience:

@@ -196,6 +196,11 @@ class Training(Model):
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer; neighbours of one node")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the model's blocks are cut into (1F1B)")
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks that share each sequence: they have the model, or shards of it, and a part of the tokens",
+    )
     replicas: int | None = Field(
         None, ge=2, description="strategy hsdp: groups of ranks that have a copy of the model each (default: nodes)"
     )

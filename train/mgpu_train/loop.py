@@ -75,7 +75,7 @@ class Trainer:
         self.policy = precision.policy(config.precision, place.device)
         precision.allow(self.policy, place.device)
         self.task = tasks.load(config)
-        sizes = Sizes(place.world_size, job.nodes, config.tensor_parallel, config.pipeline_parallel, config.replicas)
+        sizes = Sizes.of(config, place.world_size, job.nodes)
         self.strategy = strategies.load(config.strategy, place, sizes, self.policy)
         self.place = place = self.strategy.place
         self.job, self.folders, self.stop = job, folders, stop
@@ -217,7 +217,7 @@ class Trainer:
         """One optimizer step, as far as the host has a part in it."""
         step = self.progress.step + 1
         lr = learning_rate(step, self.config)
-        set_streams(self.config.seed, step, self.place.dp_rank)
+        set_streams(self.config.seed, step, self.place.copy)
         totals = exchange(self.place, self._gradients(), self._wishes())
         if self.saver is not None:
             self.watch.leave_out(self.saver.settle())
@@ -321,7 +321,7 @@ class Trainer:
     def _means(self) -> dict[str, float]:
         """Of the model as it is."""
         config, samples = self.config, len(self.validation_data)
-        set_streams(config.seed, 0, self.place.dp_rank)
+        set_streams(config.seed, 0, self.place.copy)
         wanted = config.validate_batches * config.global_batch
         positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
         batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)

@@ -36,7 +36,8 @@ class Place:
     """One process among all. `control` is a gloo group of its own: decisions and checkpoint work never share NCCL's.
 
     `saving` is another one, for saves in the background: two threads in one group would take each other's messages.
-    `dp_rank` numbers the copies of the model: ranks that have parts of the same one share it, and its data.
+    `copy` numbers the copies of the model: ranks that have parts of the same one share it, and its data. `dp_rank`
+    numbers parts of a batch: copies that share sequences share it.
     """
 
     rank: int
@@ -46,17 +47,28 @@ class Place:
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     tensor: int = 1  # ranks that share each layer; neighbours
+    context: int = 1  # copies that share each sequence; neighbours
     pipeline: int = 1  # stages, each of so many blocks; furthest from one another
     mesh: DeviceMesh | None = None  # where ranks are parted by more than their data: DIMENSIONS
 
     @property
     def dp_rank(self) -> int:
-        """Which of `dp_size` copies of the model, each with data of its own, this rank has a part of."""
-        return self.rank // self.tensor % self.dp_size
+        """Which of `dp_size` parts of each batch this rank learns from, alone or with others."""
+        return self.copy // self.context
 
     @property
     def dp_size(self) -> int:
-        """How many copies of the model learn from data of their own."""
+        """How many parts of each batch there are."""
+        return self.copies // self.context
+
+    @property
+    def copy(self) -> int:
+        """Which of `copies` of the model, each with tokens or samples of its own, this rank has a part of."""
+        return self.rank // self.tensor % self.copies
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model there are, whose gradients are added up."""
         return self.world_size // (self.tensor * self.pipeline)
 
     @property
@@ -190,8 +202,8 @@ def mean_statistics(model: nn.Module, place: Place) -> None:
         for each in (module.running_mean, module.running_var)
         if each is not None
     ]
-    if not kept or place.dp_size == 1 or place.parted:
+    if not kept or place.copies == 1 or place.parted:
         return
     for each in kept:
         dist.all_reduce(each, group=place.data)
-        each /= place.dp_size
+        each /= place.copies

@@ -55,9 +55,9 @@ def exchange(place: Place, sums: Sums, wishes: Wishes) -> Totals:
     return sums.reduce(place, *astuple(wishes))
 
 
-def set_streams(seed: int, step: int, dp_rank: int) -> None:
-    """What torch (on every device), NumPy and `random` draw in this step, on this replica."""
-    number = mix(seed, step, dp_rank)
+def set_streams(seed: int, step: int, copy: int) -> None:
+    """What torch (on every device), NumPy and `random` draw in this step, for this copy of the model."""
+    number = mix(seed, step, copy)
     torch.manual_seed(number >> 1)  # it takes 63 bits on a GPU
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)  # what most programs draw from

@@ -436,7 +436,37 @@ NO_CODE = without(without(AWS, "command"), "code")
         (
             edited(DEMO, "train", "{pipeline_parallel: 3, model: {layers: 3}}"),
             "train.strategy",
-            "2 processes cannot be parted by 1 (tens",
+            "2 processes cannot be parted by 3 (pipe",
+        ),
+        (
+            edited(edited(DEMO, "processes_per_node", "2"), "train", "{tensor_parallel: 2, context_parallel: 4}"),
+            "train.strategy",
+            "4 processes cannot be parted by 2 (tensor_parallel) x 4 (context_parallel)",
+        ),
+        (
+            edited(DEMO, "train", "{strategy: single, context_parallel: 2}"),
+            "train.strategy",
+            "single is for one process, and 2 are asked for",
+        ),
+        (
+            edited(DEMO, "train", "{context_parallel: 2, seq_len: 18}"),
+            "train.context_parallel",
+            "`seq_len`: 2 ranks share sequences of a multiple of 4 tokens, and 18 is none",
+        ),
+        (
+            edited(DEMO, "train", "{task: vision, context_parallel: 2}"),
+            "train.context_parallel",
+            "it has no sequences that ranks could share",
+        ),
+        (
+            edited(DEMO, "train", "{task: hf, options: {model: ./m, data: d, kind: classifier}, context_parallel: 2}"),
+            "train.context_parallel",
+            "a classifier reads a text as a whole",
+        ),
+        (
+            edited(DEMO, "train", "{task: hf, options: {model: ./m, data: d, pack: false}, context_parallel: 2}"),
+            "train.context_parallel",
+            "`pack: true`",
         ),
         (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
         (edited(DEMO, "train", "{lr: 0.1, lr_from: 0.1}"), "train", "`lr_from` (0.1) has to be below `lr` (0.1)"),

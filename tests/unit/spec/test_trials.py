@@ -24,6 +24,7 @@ expect: {loss: {max: 1}}
 recovery: {attempts: 3, wait_minutes: 2}
 train: {strategy: fsdp, global_batch: 32}   # ours
 """
+WHOLE = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
 
 
 def file(tmp_path: Path, more: str = "", text: str = TEXT) -> Path:
@@ -48,8 +49,9 @@ def test_smoke_is_one_process_one_node_and_all_each_rank_with_as_much_to_do(tmp_
 @pytest.mark.parametrize(
     ("change", "first"),
     [
-        ("train.strategy=hsdp", {"strategy": "fsdp", "tensor_parallel": 1, "pipeline_parallel": 1}),
-        ("train.tensor_parallel=2", {"strategy": "fsdp", "tensor_parallel": 1, "pipeline_parallel": 1}),
+        ("train.strategy=hsdp", {"strategy": "fsdp", **WHOLE}),
+        ("train.tensor_parallel=2", {"strategy": "fsdp", **WHOLE}),
+        ("train={strategy: ddp, context_parallel: 2}", {"strategy": "ddp", **WHOLE}),
         ("train.strategy=ddp", {}),
     ],
 )

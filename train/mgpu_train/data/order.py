@@ -1,4 +1,4 @@
-"""Which samples a rank sees, and when: a pure function of the seed and of how many were consumed before.
+"""Which samples a rank sees, when, and what of them: a pure function of the seed and of how many were consumed before.
 
 The world size does not enter: all ranks compute the same global batch and each takes its slice, so 8 ranks, 4 and 3 see
 the same data, and the whole state of the data loader is one number. A keyed Feistel network permutes the samples of an
@@ -90,3 +90,23 @@ class Slices:
         for number in range(self.count):
             begin = min(first + number * self.size, last)
             yield range(begin, min(begin + self.size, last))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A rank's part of each sequence that `size` ranks share: of twice as many chunks one, and its counterpart from the
+    end. So all have as many tokens, and as many before them."""
+
+    rank: int  # among those that share it
+    size: int
+
+    def refuse(self, tokens: int) -> str | None:
+        """Why a sequence of so many tokens cannot be shared."""
+        if tokens % (2 * self.size) == 0:
+            return None
+        return f"{self.size} ranks share sequences of a multiple of {2 * self.size} tokens, and {tokens} is none"
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Of this rank's chunks."""
+        return self.rank, 2 * self.size - 1 - self.rank

@@ -118,7 +118,7 @@ class Fit:
         self._first = 2 if norms else 1  # of one sample there may be no variance
         synchronised = any(isinstance(each, nn.SyncBatchNorm) for each in norms)
         # others wait in such a pass for a rank that has left it; and FSDP, alone too, leaves what was gathered for one
-        self._together = strategy.shards or (self._place.world_size > 1 and synchronised)
+        self._together = strategy.shards or self._place.context > 1 or (self._place.world_size > 1 and synchronised)
         gpu = self._place.device.type == "cuda"
         self._memory: Memory = GpuMemory(self._place.device) if gpu else HostMemory(self._place)
 

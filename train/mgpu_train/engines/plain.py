@@ -70,8 +70,8 @@ class Plain(Engine):
 
     def update(self, lr: float, totals: Totals) -> Update:
         """Mean, clipping and the loss's scale are one factor, which optimizers apply as they read the gradients."""
-        # the strategy has left the mean over replicas of the gradients of sums
-        share = self.strategy.place.dp_size / totals[WEIGHT] / (1.0 if self._scale is None else self._scale.value)
+        # the strategy has left the mean over copies of the gradients of sums
+        share = self.strategy.place.copies / totals[WEIGHT] / (1.0 if self._scale is None else self._scale.value)
         norm = share * self._norm()
         factor = share * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         finite = torch.isfinite(norm) & torch.isfinite(totals["loss"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mgpu_train.config import ModelConfig
+from mgpu_train.models.context import Context
 
 
 class Norm(nn.RMSNorm):
@@ -26,6 +27,8 @@ class Norm(nn.RMSNorm):
 class Attention(nn.Module):
     """Causal self-attention; several heads may share keys and values (GQA: Ainslie et al. 2023)."""
 
+    context: Context | None = None  # with which other ranks this one shares sequences
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim, self.shared = config.head_dim, config.kv_heads is not None
@@ -39,7 +42,10 @@ class Attention(nn.Module):
         """(B, T, dim) -> (B, T, dim). Ranks that share this layer have some of the heads each."""
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = _rotate(self.norm_q(q), rotation), _rotate(self.norm_k(k), rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared)
+        if self.context is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared)
+        else:
+            y = self.context.attention(q, k, v, is_causal=True, enable_gqa=self.shared)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -75,6 +81,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next token; `initialise` gives it its values."""
 
+    context: Context | None = None
+
     def __init__(self, config: ModelConfig, length: int) -> None:
         """`length`: the most tokens of a sequence."""
         super().__init__()
@@ -109,6 +117,13 @@ class GPT(nn.Module):
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.mlp.down.weight)
 
+    def share(self, context: Context) -> None:
+        """From now on `forward` is given this rank's part of each sequence, and gives the logits of that."""
+        self.context = context
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.context = context
+
     def forward(self, inputs: Tensor) -> Tensor:
         """(B, T) int64 -> logits of the token that follows each: (B, T, vocabulary), in what is computed in."""
         x = self.embed(inputs)
@@ -117,7 +132,10 @@ class GPT(nn.Module):
             # what blocks add to is in bfloat16 as well, as where shards are gathered in it: 4 % more tokens/s of GPT-2
             # 124M on an H100; float16 has not the range for it
             x = x.bfloat16()
-        rotation = self.get_buffer("rotation")[:, : inputs.shape[1]]
+        length = inputs.shape[1] * (1 if self.context is None else self.context.size)
+        rotation = self.get_buffer("rotation")[:, :length]
+        if self.context is not None:
+            rotation = self.context.part(rotation)
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x))

@@ -31,7 +31,7 @@ class Strategy(ABC):
     def groups(self, sizes: Sizes) -> tuple[int, int]:
         """How many groups of ranks have a copy of the model each, and how many ranks share one; here none are shared.
         It is asked before `apply`, which finds a mesh of these sizes in `place` where there is more than one group."""
-        return sizes.data, 1
+        return sizes.copies, 1
 
     @abstractmethod
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
@@ -55,7 +55,8 @@ def load(name: str, place: Place, sizes: Sizes, policy: Policy) -> Strategy:
     if why := sizes.refuse() or (ours and ours.refuse(sizes)):
         raise TrainError(f"`train.strategy`: {why}")
     kind: type[Strategy] = entries.load(ours.strategy if ours else entry.told(name), Strategy, "train.strategy")
-    strategy = kind(replace(place, tensor=sizes.tensor, pipeline=sizes.pipeline), policy)
+    spread = replace(place, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline)
+    strategy = kind(spread, policy)
     replicate, shard = strategy.groups(sizes)
     if strategy.place.parted or (replicate > 1 and shard > 1):
         shape = (sizes.pipeline, replicate, shard, sizes.tensor)

@@ -9,10 +9,12 @@ An entry is read without importing the strategy, which needs torch.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mgpu_train import entries
+from mgpu_train.config import Training
 from mgpu_train.entries import Entries
 
 GROUP = "mgpu_train.strategies"
@@ -27,10 +29,22 @@ class Sizes:
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages of blocks
     replicas: int | None = None  # of strategy hsdp; None: one a node
+    context: int = 1  # copies of the model that share each sequence
+
+    @staticmethod
+    def of(train: Training, world_size: int, nodes: int) -> Sizes:
+        """As a run file says."""
+        parts = train.tensor_parallel, train.pipeline_parallel
+        return Sizes(world_size, nodes, *parts, train.replicas, train.context_parallel)
 
     @property
     def data(self) -> int:
-        """Copies of the model that learn from data of their own, sharded or not."""
+        """Parts of each batch, which copies of the model learn from."""
+        return self.copies // self.context
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model, sharded or not, that learn from tokens or samples of their own."""
         return self.world_size // (self.tensor * self.pipeline)
 
     @property
@@ -40,12 +54,10 @@ class Sizes:
 
     def refuse(self) -> str | None:
         """Why no strategy can take them."""
-        parts = self.tensor * self.pipeline
-        if self.world_size % parts:
-            return (
-                f"{self.world_size} processes cannot be parted by {self.tensor} (tensor_parallel) x {self.pipeline} "
-                "(pipeline_parallel)"
-            )
+        parts = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+        if self.world_size % math.prod(parts.values()):
+            told = " x ".join(f"{size} ({name}_parallel)" for name, size in parts.items() if size > 1)
+            return f"{self.world_size} processes cannot be parted by {told}"
         if (self.world_size // self.nodes) % self.tensor:
             return f"the {self.world_size // self.nodes} processes of a node are not a multiple of tensor_parallel"
         return None
@@ -56,16 +68,17 @@ def _nothing(_: Sizes) -> str | None:
 
 
 def _several(sizes: Sizes) -> str | None:
-    if sizes.data == 1:
+    if sizes.copies == 1:
         return None
     return f"single is for one process, and {sizes.world_size} are asked for: use ddp or fsdp"
 
 
 def _groups(sizes: Sizes) -> str | None:
-    if sizes.groups > 1 and sizes.data % sizes.groups == 0 and sizes.data > sizes.groups:
+    if sizes.groups > 1 and sizes.copies % sizes.groups == 0 and sizes.copies > sizes.groups:
         return None
     return (
-        f"hsdp needs 2 replicas or more, of 2 ranks or more each: {sizes.data} ranks cannot be {sizes.groups} replicas"
+        "hsdp needs 2 replicas or more, of 2 ranks or more each: "
+        f"{sizes.copies} ranks cannot be {sizes.groups} replicas"
     )
 
 

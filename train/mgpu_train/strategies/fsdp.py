@@ -48,11 +48,11 @@ class Sharding(Strategy):
 
 
 class Shards(Sharding):
-    """Among all ranks that learn from data of their own."""
+    """Among all ranks that learn from tokens or samples of their own."""
 
     def groups(self, sizes: Sizes) -> tuple[int, int]:
         """One copy of the model."""
-        return 1, sizes.data
+        return 1, sizes.copies
 
 
 class Groups(Sharding):
@@ -60,4 +60,4 @@ class Groups(Sharding):
 
     def groups(self, sizes: Sizes) -> tuple[int, int]:
         """A copy of the model each."""
-        return sizes.groups, sizes.data // sizes.groups
+        return sizes.groups, sizes.copies // sizes.groups

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.parallel import is_sharded
-from mgpu_train.strategies import fp8, memory, pipeline
+from mgpu_train.strategies import context, fp8, memory, pipeline
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Layout, Task
 
@@ -82,9 +82,11 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
 
 def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, strategy: Strategy) -> nn.Module:
     place = strategy.place
+    if place.context > 1:
+        context.share(model, task, place)
     if strategy.policy.fp8:
         fp8.convert(model, layout)
-    if place.device.type == "cuda" and place.dp_size > 1:  # batch norms see the whole batch
+    if place.device.type == "cuda" and place.copies > 1:  # batch norms see the whole batch
         synchronise(model)
     memory.save(model, layout, config.activation_checkpointing)
     if config.compile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from mgpu_train.tasks import entry
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Batch", "Data", "Layout", "Loss", "Split", "Task", "load"]
+    from mgpu_train.models.context import Context
+
+__all__ = ["Batch", "Data", "Layout", "Loss", "SharesSequences", "Split", "Task", "load"]
 
 Split = Literal["train", "validation"]
 
@@ -107,6 +109,20 @@ class Task(ABC):
     def facts(self) -> Mapping[str, float]:
         """Numbers that are told once, when training begins."""
         return {}
+
+
+@runtime_checkable
+class SharesSequences(Protocol):
+    """A task whose samples are sequences that several ranks can share, for `train.context_parallel`."""
+
+    def share_sequences(self, model: nn.Module, context: Context) -> None:
+        """From now on `loss` and `evaluate` are of this rank's part of each sequence (`Context.part`), and the model's
+        attention sees all of it (`Context.attention`). It is called once, with the whole model or a stage of it, before
+        that is spread. All ranks of a group are given the same batches; a `Loss` is the sum over this rank's tokens.
+
+        Raises TrainError: this task's sequences cannot be shared by so many ranks.
+        """
+        ...
 
 
 def load(config: TrainConfig) -> Task:

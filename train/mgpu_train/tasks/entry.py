@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from mgpu_train import entries
 from mgpu_train.config import LmOptions
+from mgpu_train.data.order import Chunks
 from mgpu_train.entries import Entries
 from mgpu_train.tasks.diffusion_config import DiffusionOptions
 from mgpu_train.tasks.hf_config import HfOptions
@@ -30,6 +31,10 @@ def _never(_options: Any, _tensor: int, _pipeline: int) -> str | None:
     return None
 
 
+def _no_sequences(_options: Any, _context: int) -> str | None:
+    return "it has no sequences that ranks could share: ddp, fsdp and hsdp spread its batches"
+
+
 @dataclass(frozen=True)
 class TaskEntry:
     """What an entry of the group names. The entry's own name is what a run file says in `train.task`."""
@@ -38,6 +43,8 @@ class TaskEntry:
     options: type[BaseModel]  # what `train.options` may say: the class's own `Options`
     # why its model cannot be shared by so many ranks a layer and cut into so many stages
     refuse: Callable[[Any, int, int], str | None] = _never
+    # why its sequences cannot be shared by so many ranks, two or more; by default it has none
+    refuse_context: Callable[[Any, int], str | None] = _no_sequences
     metrics: tuple[str, ...] = ()  # all names that a run of it reports: a run file expects no other; empty: any
 
 
@@ -59,6 +66,11 @@ def _lm(options: LmOptions, tensor: int, pipeline: int) -> str | None:
     return None
 
 
+def _shared(options: LmOptions | HfOptions, context: int) -> str | None:
+    why = Chunks(0, context).refuse(options.seq_len)
+    return why and f"`seq_len`: {why}"
+
+
 def _replicas(_options: Any, tensor: int, pipeline: int) -> str | None:
     return (
         "its layers are not shared, nor cut into stages: ddp, fsdp and hsdp spread it"
@@ -75,6 +87,7 @@ LM = TaskEntry(
     "mgpu_train.tasks.lm:LM",
     LmOptions,
     refuse=_lm,
+    refuse_context=_shared,
     metrics=(
         *COMMON,
         *("tokens_per_s", "mfu", "unigram_entropy", "bigram_entropy", "bytes_per_token"),
@@ -100,10 +113,19 @@ def _hf(options: HfOptions, tensor: int, pipeline: int) -> str | None:
     return "task hf has models that are not written to be shared by a layer or cut into stages: `strategy: fsdp`"
 
 
+def _hf_shared(options: HfOptions, context: int) -> str | None:
+    if options.kind == "classifier":
+        return "ranks share the sequences of kinds causal and masked; a classifier reads a text as a whole"
+    if not options.packed:
+        return "ranks share sequences of one length: cut them out of all documents (`pack: true`, without `prompt_key`)"
+    return _shared(options, context)
+
+
 HF = TaskEntry(
     "mgpu_train.tasks.hf:HuggingFace",
     HfOptions,
     refuse=_hf,
+    refuse_context=_hf_shared,
     metrics=(
         *COMMON,
         *("accuracy", "tokens_per_s", "samples_per_s", "documents", "classes"),

@@ -22,14 +22,16 @@ from mgpu_train import entries
 from mgpu_train.data.documents import Document, Keys, Tokens, encode, read, split
 from mgpu_train.errors import TrainError
 from mgpu_train.models.adapters import BASE, is_lora
+from mgpu_train.models.context import Context
 from mgpu_train.models.cross_entropy import CrossEntropy
 from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
+from mgpu_train.tasks.entry import HF
 from mgpu_train.tasks.hf_config import HfOptions, on_hub
 
 try:
     import transformers
 
-    from mgpu_train.models import pretrained
+    from mgpu_train.models import context_hf, pretrained
 except ImportError as error:
     raise ImportError(f"task hf needs more packages, `pip install 'mgpu-train[hf]'`: {error}") from error
 
@@ -53,6 +55,7 @@ class HuggingFace(Task):
     def __init__(self, options: HfOptions) -> None:
         super().__init__(options)
         self._cross_entropy = CrossEntropy(_LEFT_OUT)
+        self._context: Context | None = None
 
     @property
     def unit(self) -> str:  # type: ignore[override]
@@ -123,9 +126,21 @@ class HuggingFace(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         """Cross-entropy in nat, of each token that is predicted or of each text."""
         given = {"attention_mask": batch["mask"]} if "mask" in batch else {}
-        guess, labels = model(input_ids=batch["tokens"], **given).logits, batch["labels"]
+        tokens, labels = batch["tokens"], batch["labels"]
+        if self._context is not None:  # whose samples are of one length: nothing is padding
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+            tokens, labels, positions = (self._context.part(each) for each in (tokens, labels, positions))
+            given = {"position_ids": positions}
+        guess = model(input_ids=tokens, **given).logits
         total = self._cross_entropy(guess, labels)
         return Loss(total, (labels != _LEFT_OUT).sum(), {"accuracy": (guess.argmax(-1) == labels).sum()})
+
+    def share_sequences(self, model: nn.Module, context: Context) -> None:
+        """Each rank of a group predicts some tokens of its part."""
+        if why := HF.refuse_context(self.options, context.size):
+            raise TrainError(f"`train.context_parallel`: {why}")
+        context_hf.share(model, context, self.options.seq_len)
+        self._context = context
 
     def compile(self) -> None:
         """The cross-entropy."""

@@ -12,8 +12,11 @@ from torch import nn
 from mgpu_train.config import LmOptions
 from mgpu_train.data.text import Text, open_split
 from mgpu_train.data.tokens import Tokens, open_tokens
+from mgpu_train.errors import TrainError
+from mgpu_train.models.context import Context
 from mgpu_train.models.cross_entropy import CrossEntropy
 from mgpu_train.models.gpt import GPT
+from mgpu_train.tasks import entry
 from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
 
 
@@ -27,6 +30,7 @@ class LM(Task):
     def __init__(self, options: LmOptions) -> None:
         super().__init__(options)
         self._cross_entropy = CrossEntropy()
+        self._context: Context | None = None
 
     def data(self, split: Split) -> Data:
         """Sequences of the training or of the validation part."""
@@ -42,10 +46,20 @@ class LM(Task):
         model.initialise()
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Cross-entropy of every next token, in nat."""
+        """Cross-entropy of every next token, in nat; of ranks that share sequences, of this one's."""
         tokens = batch["tokens"]
-        logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
-        return Loss(self._cross_entropy(logits, targets), targets.numel())
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self._context is not None:
+            inputs, targets = self._context.part(inputs), self._context.part(targets)
+        return Loss(self._cross_entropy(model(inputs), targets), targets.numel())
+
+    def share_sequences(self, model: nn.Module, context: Context) -> None:
+        """Each rank of a group predicts its part of the tokens."""
+        if why := entry.LM.refuse_context(self.options, context.size):
+            raise TrainError(f"`train.context_parallel`: {why}")
+        assert isinstance(model, GPT)  # noqa: S101
+        self._context = context
+        model.share(context)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         """And in bits per byte, where it is known how many bytes a token of the validation part has in the mean: the

@@ -27,7 +27,9 @@ def of_run(config: TrainConfig, place: Place, data: str, validation: str, micro_
         "world_size": place.world_size,
         "micro_batch": micro_batch,
         "strategy": config.strategy,
-        "mesh": f"dp={place.dp_size}" + (f",tp={place.tensor},pp={place.pipeline}" if place.parted else ""),
+        "mesh": f"dp={place.dp_size}"
+        + (f",cp={place.context}" if place.context > 1 else "")
+        + (f",tp={place.tensor},pp={place.pipeline}" if place.parted else ""),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "mgpu_train": mgpu_train.__version__,
