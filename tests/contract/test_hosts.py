@@ -4,6 +4,7 @@ nothing touched that is somebody else's. Real SSH servers, each in namespaces of
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from fakes.hosts import MINE, Machine, Rack, make_key
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
-from mgpu.errors import AuthError, MgpuError, NoCapacity, Transient
+from mgpu.errors import AuthError, InvalidRequest, MgpuError, NoCapacity, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import FleetRequest, Handle, Intent, NodePhase, NodeState, Provider
 from mgpu.providers.hosts import on_host, ssh
@@ -288,6 +289,23 @@ def test_after_its_hard_cap_a_host_that_never_answers_counts_as_gone(rack: Rack,
     monkeypatch.setattr(module.time, "time", lambda at=module.time.time: at() + 601)
     assert provider.describe(handle).nodes[0].phase is NodePhase.TERMINATED
     assert provider.destroy(handle)
+
+
+def test_after_its_hard_cap_a_host_without_its_python_is_told_once_and_given_up(rack: Rack, key: Path, monkeypatch):
+    provider = rack.provider()
+    handle = provider.create(*wanted(provider, key, 1), T1)
+    without = rack.provider(python="/nowhere/python3")
+    with pytest.raises(InvalidRequest, match="has no /nowhere/python3"):
+        without.destroy(handle)
+    cap = handle.ids[0].rpartition(".")[2]
+    os.utime(module._asked_to_end(handle.ids[0]), (float(cap) - 1,) * 2)
+    monkeypatch.setattr(module.time, "time", lambda at=module.time.time: at() + 601)
+    with pytest.raises(InvalidRequest, match="by hand"):
+        without.destroy(handle)
+    os.utime(module._asked_to_end(handle.ids[0]), (float(cap) + 1,) * 2)  # the clock of files was not moved
+    assert without.destroy(handle)
+    assert without.describe(handle).nodes[0].phase is NodePhase.TERMINATED
+    until(lambda: provider.destroy(handle), why="it has its Python again: what is left ends")
 
 
 def test_another_user_of_the_host_is_told_who_has_it_and_cannot_be_taken_from(rack: Rack, key: Path):
