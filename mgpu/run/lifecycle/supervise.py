@@ -234,9 +234,9 @@ class _Run:
         record.kept_by, record.stack, record.own_stack, record.fleet = "", record.run_id, True, None
         record.slots, record.price_usd_per_hour = [], 0.0
         self._goes_to(next(iter(record.candidates), record.provider))
-        if record.attempt:  # the hard cap is the run's from then on, wherever it goes
+        if record.attempt:  # a hard cap is the run's from then on, wherever it goes: its own, and not that fleet's
             record.costs_no_more(time.time())
-            record.hard_cap_at = record.ends_at  # that fleet may have lasted longer
+            record.hard_cap_at = record.deadline_at or record.hard_cap_at
         else:
             record.hard_cap_at, record.spending = 0.0, []
         self.stack = stack_of(record, self._context)

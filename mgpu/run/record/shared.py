@@ -445,7 +445,8 @@ class LockRenewal:
         stop = Folder(self._run_id).stop
         self.look_for_stop()
         _send_stop_of(self._store, self._run_id)
-        if stop.exists() and stop.read_bytes() != _NOT_SENT and self._store.stat(f"{_STOPS}{self._run_id}") is None:
+        sent = stop.exists() and not stop.read_bytes().startswith(_NOT_SENT)
+        if sent and self._store.stat(f"{_STOPS}{self._run_id}") is None:
             stop.unlink(missing_ok=True)
 
     def look_for_stop(self) -> None:
@@ -506,7 +507,7 @@ def _lasts_s() -> float:
 
 # ---- to stop
 
-_NOT_SENT = b"asked for on this machine\n"  # in its file, until a bucket has it; else that is empty
+_NOT_SENT = b"asked for on this machine\n"  # its file begins so until a bucket has it; else that is empty
 
 
 def ask_to_stop(run_id: str) -> None:
@@ -532,7 +533,7 @@ def ask_here_to_stop(run_id: str) -> None:
     """Asks whoever supervises the run on this machine, now or next, to end it. Raises OSError."""
     folder = Folder(run_id)
     folder.make()
-    folder.stop.write_bytes(_NOT_SENT)
+    folder.stop.write_bytes(_NOT_SENT + _use(folder))
 
 
 def _send_stop(store: Store, run_id: str) -> None:
@@ -555,13 +556,19 @@ def _send_stop_of(store: Store, run_id: str) -> None:
     for one that was submitted again since. Raises StoreError."""
     folder = Folder(run_id)
     with suppress(FileNotFoundError):  # withdrawn a moment ago, or there is none
-        if folder.stop.read_bytes() != _NOT_SENT:
+        asked = folder.stop.read_bytes()
+        if not asked.startswith(_NOT_SENT):
             return
-        known = _said(folder.record)
-        if known.get("submitted_at", 0.0) > folder.stop.stat().st_mtime:
+        if asked.removeprefix(_NOT_SENT) not in (b"", _use(folder)):  # empty: nobody knew
             folder.stop.unlink()
-        elif known and known.get("ended_at") is None:
+        elif (known := _said(folder.record)) and known.get("ended_at") is None:
             _send_stop(store, run_id)
+
+
+def _use(folder: Folder) -> bytes:
+    """By which it is known that a run was submitted again; empty: nothing is known of it here."""
+    at = _said(folder.record).get("submitted_at")
+    return b"" if at is None else json.dumps(at).encode()
 
 
 def withdraw_stop(run_id: str) -> None:

@@ -992,13 +992,20 @@ def test_a_machine_that_two_runs_share_is_lost_to_both_and_each_goes_on_elsewher
 
 
 def test_the_hours_of_a_run_that_waits_in_the_queue_again_go_on_and_end_it(nights, shared_fleet):
-    world, run = nights.world, submitted(*SHARES, "--machines", "kept")
+    world, ends_at = nights.world, time.time() + HOUR / 2
+    record.write(replace(shared_fleet, fleet={**shared_fleet.fleet, "hard_cap_at": ends_at}))
+    world.stacks[shared_fleet.stack] = world.stacks[shared_fleet.stack].model_copy(update={"hard_cap_at": ends_at})
+    run = submitted(*SHARES, "--machines", "kept")
     nights.works()
+    assert record.load(run).hard_cap_at == ends_at
     world.cloud.phases |= dict.fromkeys(world.cloud.billed, NodePhase.TERMINATED)
     world.nodes[0].reachable = False
     assert [each.state for each in nights.works().looked] == ["queued"]
     waits = record.load(run)
-    record.write(replace(waits, begun_at=waits.begun_at - HOUR))
+    assert waits.hard_cap_at == waits.begun_at + HOUR, "the fleet's end is none of the run's any more"
+    record.write(replace(waits, begun_at=waits.begun_at - HOUR / 2, hard_cap_at=waits.hard_cap_at - HOUR / 2))
+    assert nights.works(hours=0.1).looked == []
+    record.write(replace(waits, begun_at=waits.begun_at - HOUR, hard_cap_at=waits.hard_cap_at - HOUR))
     assert [each.state for each in nights.works(hours=0.1).looked] == ["stopped"]
     over = record.load(run)
     assert (over.exit_code, over.teardown, over.attempt) == (8, "confirmed", 1)
