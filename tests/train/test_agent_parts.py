@@ -1063,6 +1063,33 @@ def test_what_an_interrupted_attempt_had_begun_to_fetch_takes_no_room(tmp_path, 
     assert names(tmp_path / "in" / "b") == [f"{ASIDE}of-another", "c", "mine"]
 
 
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("there", ["hello", "HELLO", "longer", None])
+def test_a_late_fetcher_leaves_alone_what_others_read_by_now(tmp_path, monkeypatch, links, there):
+    """On NFS a file that is replaced is gone for who has it open: ESTALE. One of an older version is replaced."""
+    open_store(f"file://{tmp_path / 'there'}").put("b", b"hello")
+    target, real = tmp_path / "in" / "b", disk.flush
+    before = list[int]()
+
+    def flush(path: Path) -> None:
+        if path.parent == target.parent and there:
+            target.write_text(there)  # another node was quicker
+            before.append(target.stat().st_ino)
+        real(path)
+
+    def no_link(*_given, **_named):
+        raise OSError(errno.EOPNOTSUPP, "no links here")
+
+    monkeypatch.setattr(disk, "flush", flush)
+    if not links:
+        monkeypatch.setattr(data.os, "link", no_link)
+    item = DataItem.model_validate({"from": f"file://{tmp_path / 'there'}", "to": str(target.parent)})
+    data.fetch_data(attempt_of(tmp_path), item)
+    assert target.read_bytes() == b"hello"
+    assert ([target.stat().st_ino] == before) == (there == "hello")
+    assert names(target.parent) == [data._FETCHED, "b"]
+
+
 def test_two_nodes_fetch_into_one_folder_at_once(tmp_path, monkeypatch):
     """Each has its file whole before either gives it its name."""
     open_store(f"file://{tmp_path / 'there'}").put("a/b", b"hello")
