@@ -75,6 +75,9 @@ class FaultyStore:
     def delete(self, key: str) -> None:
         self._pass("delete", key)
 
+    def may_delete(self, prefix: str) -> None:
+        self._pass("may_delete", prefix)
+
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         return self._pass("sweep", prefix, dead)
 

@@ -74,7 +74,7 @@ def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None =
     stand = {commit.checkpoint_id for commit in log.checkpoints()}
     drop = [name for name in plan.drop if name in stand]
     if drop:
-        store.delete(f"{keys.checkpoint(run_id, drop[0])}none")  # asks for the right to: there is no such object
+        in_threads(store.may_delete, [keys.checkpoint(run_id, name) for name in drop], _THREADS)
         log.give_up(drop, f"prune-{uuid.uuid4().hex}")
     lines = log.read()
     kept = {commit.checkpoint_id for commit in standing(lines)}

@@ -155,6 +155,13 @@ class Store(Protocol):
         """Remove an object; absent is fine."""
         ...
 
+    def may_delete(self, prefix: str) -> None:
+        """Asks for the right to remove what is under `prefix`, and removes nothing.
+
+        Raises Denied where there is none.
+        """
+        ...
+
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         """End the unfinished writes under `prefix` whose key is `dead`; returns how many there were."""
         ...

@@ -181,6 +181,10 @@ class S3Store:
         except NotFound:  # some servers say so; S3 does not
             pass
 
+    def may_delete(self, prefix: str) -> None:
+        """See Store."""
+        self.delete(f"{prefix}none")  # there is no such object, and S3 refuses it all the same
+
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         """See Store."""
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
