@@ -63,6 +63,9 @@ class FaultyStore:
     def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         self._pass("get_file", key, path, size=size, crc64nvme=crc64nvme, progress=progress)
 
+    def forget(self, key: str) -> None:
+        self._pass("forget", key)
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         return self._pass("checksum", key, size, progress)
 

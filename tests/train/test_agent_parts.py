@@ -920,6 +920,23 @@ def of_second_node(**changes) -> Job:
     return job(**{**given, "checkpoint": {"to": "file:///x", "writers": "all"}, **changes})
 
 
+def test_an_entry_of_the_log_that_was_misread_once_is_no_damage(run, tmp_path, monkeypatch):
+    commit = run.save(10)
+    entry = run.commit_path(commit.seq)
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-9])
+    run.store.before = lambda operation, _key: entry.write_bytes(whole) if operation == "forget" else None
+    monkeypatch.setattr(resume, "open_store", lambda *_args, **_named: run.store)
+    attempt = attempt_of(tmp_path, run_id=RUN, checkpoint={"to": f"file://{run.root}", "writers": "all"})
+    attempt.layout = SimpleNamespace(resume=tmp_path / "resume")
+    assert resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq)) == 10
+    entry.write_bytes(whole[:-9])
+    run.store.before = lambda *_: None
+    with pytest.raises(AttemptFailed) as failed:
+        resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq))
+    assert failed.value.damaged == commit.checkpoint_id
+
+
 def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monkeypatch):
     """What is here already is linked, of other attempts and other ranks as well."""
     commit, said = run.save(10), []

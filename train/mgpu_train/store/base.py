@@ -135,6 +135,10 @@ class Store(Protocol):
         """
         ...
 
+    def forget(self, key: str) -> None:
+        """The next read of an object comes from where it is kept, and not from a cache of this machine's."""
+        ...
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """Read every byte of an object and return its CRC64NVME. Raises NotFound, and Damaged for another size."""
         ...

@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mgpu_train.store import disk
@@ -90,6 +90,11 @@ class FileStore:
             found = disk.copy(source, target, self._through(progress))
             if found != (size, crc64nvme):
                 raise Damaged(f"{source_path}: its checksum is {found[1]}, not {crc64nvme}")
+
+    def forget(self, key: str) -> None:
+        """See Store."""
+        with suppress(OSError), disk.opened(self._path(key)) as source:
+            os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""

@@ -146,6 +146,9 @@ class S3Store:
             if found != crc64nvme:
                 raise Damaged(f"{self.url}: {key}: its checksum is {found}, not {crc64nvme}")
 
+    def forget(self, key: str) -> None:
+        """See Store. Nothing is kept here."""
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""
         return self._read_all(key, size, None, progress)
