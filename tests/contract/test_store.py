@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -342,6 +345,29 @@ def test_a_large_file_is_copied_in_pieces(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < 48 * MIB
+
+
+def test_asking_whether_a_prefix_may_be_deleted_removes_nothing(site):
+    site.store.put("a/b", b"x")
+    for prefix in ("a/", "absent/"):
+        site.store.may_delete(prefix)
+    assert [each.key for each in site.store.list("")] == ["a/b"]
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o777, None), (0o755, "may not be changed"), (0o1777, "sticky bit")])
+def test_a_folder_says_whether_its_files_may_be_deleted(require, mode, refused):
+    require("users", os.geteuid() == 0, "only root can be another user for a while")
+    with tempfile.TemporaryDirectory() as root, pytest.raises(Denied, match=refused) if refused else nullcontext():
+        Path(root).chmod(0o755)
+        store = open_store(f"file://{root}")
+        store.put("a/b/c", b"x")
+        (Path(root) / "a" / "b").chmod(mode)
+        os.seteuid(65534)
+        try:
+            store.may_delete("a/")
+        finally:
+            os.seteuid(0)
+            assert store.get("a/b/c", 1) == b"x"
 
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path):

@@ -63,6 +63,9 @@ class FaultyStore:
     def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         self._pass("get_file", key, path, size=size, crc64nvme=crc64nvme, progress=progress)
 
+    def forget(self, key: str) -> None:
+        self._pass("forget", key)
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         return self._pass("checksum", key, size, progress)
 
@@ -74,6 +77,9 @@ class FaultyStore:
 
     def delete(self, key: str) -> None:
         self._pass("delete", key)
+
+    def may_delete(self, prefix: str) -> None:
+        self._pass("may_delete", prefix)
 
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         return self._pass("sweep", prefix, dead)

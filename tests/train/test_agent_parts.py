@@ -920,6 +920,23 @@ def of_second_node(**changes) -> Job:
     return job(**{**given, "checkpoint": {"to": "file:///x", "writers": "all"}, **changes})
 
 
+def test_an_entry_of_the_log_that_was_misread_once_is_no_damage(run, tmp_path, monkeypatch):
+    commit = run.save(10)
+    entry = run.commit_path(commit.seq)
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-9])
+    run.store.before = lambda operation, _key: entry.write_bytes(whole) if operation == "forget" else None
+    monkeypatch.setattr(resume, "open_store", lambda *_args, **_named: run.store)
+    attempt = attempt_of(tmp_path, run_id=RUN, checkpoint={"to": f"file://{run.root}", "writers": "all"})
+    attempt.layout = SimpleNamespace(resume=tmp_path / "resume")
+    assert resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq)) == 10
+    entry.write_bytes(whole[:-9])
+    run.store.before = lambda *_: None
+    with pytest.raises(AttemptFailed) as failed:
+        resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq))
+    assert failed.value.damaged == commit.checkpoint_id
+
+
 def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monkeypatch):
     """What is here already is linked, of other attempts and other ranks as well."""
     commit, said = run.save(10), []
@@ -1061,6 +1078,33 @@ def test_what_an_interrupted_attempt_had_begun_to_fetch_takes_no_room(tmp_path, 
         os.utime(tmp_path / "in" / "b" / name, (before, before))
     assert fetch() == ["c"]
     assert names(tmp_path / "in" / "b") == [f"{ASIDE}of-another", "c", "mine"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("there", ["hello", "HELLO", "longer", None])
+def test_a_late_fetcher_leaves_alone_what_others_read_by_now(tmp_path, monkeypatch, links, there):
+    """On NFS a file that is replaced is gone for who has it open: ESTALE. One of an older version is replaced."""
+    open_store(f"file://{tmp_path / 'there'}").put("b", b"hello")
+    target, real = tmp_path / "in" / "b", disk.flush
+    before = list[int]()
+
+    def flush(path: Path) -> None:
+        if path.parent == target.parent and there:
+            target.write_text(there)  # another node was quicker
+            before.append(target.stat().st_ino)
+        real(path)
+
+    def no_link(*_given, **_named):
+        raise OSError(errno.EOPNOTSUPP, "no links here")
+
+    monkeypatch.setattr(disk, "flush", flush)
+    if not links:
+        monkeypatch.setattr(data.os, "link", no_link)
+    item = DataItem.model_validate({"from": f"file://{tmp_path / 'there'}", "to": str(target.parent)})
+    data.fetch_data(attempt_of(tmp_path), item)
+    assert target.read_bytes() == b"hello"
+    assert ([target.stat().st_ino] == before) == (there == "hello")
+    assert names(target.parent) == [data._FETCHED, "b"]
 
 
 def test_two_nodes_fetch_into_one_folder_at_once(tmp_path, monkeypatch):

@@ -199,6 +199,31 @@ def test_a_damaged_checkpoint_is_never_put_in_place(run, damage, how, tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.parametrize("index", [0, 3])
+def test_what_is_damaged_is_read_again_from_the_store_before_it_is_believed(run, damage, tmp_path, index):
+    """The first read came through a bad cache, which is whole once it is asked anew."""
+    entry = run.save(10)
+    path = run.path(entry, index)
+    whole = path.read_bytes()
+    run.store.before = lambda operation, _key: path.write_bytes(whole) if operation == "forget" else None
+    damage["flipped"](path)
+    fetch(run.store, "run-1", run.manifest(entry), tmp_path / "to")
+    assert content(tmp_path / "to") == folder_of(run, 10)
+    damage["flipped"](path)
+    assert verify(run.store, "run-1", run.manifest(entry), deep=True) == ()
+    key = path.relative_to(run.root).as_posix()
+    assert [called for called in run.store.calls if called[0] == "forget"] == [("forget", key)] * 2
+
+
+def test_a_folder_drops_what_this_machine_has_of_an_object_in_memory(run, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda opened, *how: dropped.append((os.fstat(opened).st_ino, *how)))
+    run.plain.put("a", b"x")
+    run.plain.forget("a")
+    run.plain.forget("absent")
+    assert dropped == [((run.root / "a").stat().st_ino, 0, 0, os.POSIX_FADV_DONTNEED)]
+
+
 def test_a_failed_fetch_leaves_what_was_there(run, damage, tmp_path):
     old, new = run.save(10), run.save(20)
     fetch(run.store, "run-1", run.manifest(old), tmp_path / "resume")

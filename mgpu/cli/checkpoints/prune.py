@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ def prune(
     from mgpu_train.checkpoint.retention import plan_prune
     from mgpu_train.checkpoint.retention import prune as carry_out
 
+    from mgpu.run.lifecycle.removal import attempts_over
+
     console = Console(as_json=as_json)
     found = source.find(run, url, profile)
     retention = _retention(found, {name: value for name, value in given.items() if value is not None})
@@ -59,7 +62,8 @@ def prune(
         if plan.drop:
             _agree(yes, console)
         with source.readable(found.store.url, _STUCK), console.waiting("removing what was given up"):
-            gone = carry_out(found.store, found.run_id, plan, log=found.log)
+            over = attempts_over(found.record, found.log, time.time()) if found.record else 0
+            gone = carry_out(found.store, found.run_id, plan, log=found.log, over=over)
         _done(console, gone, plan)
     if as_json:
         from mgpu.cli import results

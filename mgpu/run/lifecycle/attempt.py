@@ -32,7 +32,7 @@ from mgpu.run.lifecycle.post_mortem import stalled
 from mgpu.run.nodes import agent_client, code_upload, container_setup, outputs, python_setup
 from mgpu.run.record.record import State, known
 from mgpu.run.record.session import Session
-from mgpu.run.supervision import metrics
+from mgpu.run.supervision import damage, metrics
 from mgpu.run.supervision.health import NodeView
 from mgpu.run.supervision.limits import limits
 from mgpu.run.supervision.remote_tail import values
@@ -223,6 +223,8 @@ def watch(
     if not ended.left:
         outputs.collect(session, request, nodes, ended.lost)
         metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
+        if ended.damaged:
+            ended = damage.judge(session, fleet, nodes, ended)
         if not ended.succeeded:
             catch_up(session, request)
         borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says

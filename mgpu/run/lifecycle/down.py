@@ -18,6 +18,7 @@ from mgpu.providers.base import Provider
 from mgpu.run.fleet.stack import give_back_fleet, maker, open_stack, refuse_used, require_ours, sellers_of, stack_of
 from mgpu.run.job.stack_output import provider_for
 from mgpu.run.lifecycle.outcome import ended, endings, final_state, judged, remembered, revoke_store
+from mgpu.run.lifecycle.removal import tidy_store
 from mgpu.run.record import files, shared
 from mgpu.run.record.record import Record, State, busy, load, save, supervising, supervisor_of
 from mgpu.run.record.supervisor_lock import Holder
@@ -65,6 +66,7 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
     if record.state.final:
         _to(record, record.state, context)
         context.emit(ended(record))  # again: its machines are gone now
+        tidy_store(record, context.emit)
         return
     error = remembered(record)
     record.exit_code = record.verdict
@@ -73,6 +75,7 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
     _to(record, final_state(error), context)
     for event in endings(record):
         context.emit(event)
+    tidy_store(record, context.emit)
 
 
 def _to(record: Record, state: State, context: Context) -> None:

@@ -32,6 +32,7 @@ from mgpu.iac.engine.stack import Stack
 from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
 from mgpu.run.fleet.stack import InUse, give_back_fleet, sellers_of
+from mgpu.run.lifecycle.removal import tidy_store
 from mgpu.run.record import checks, shared
 from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
@@ -141,6 +142,8 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
     session.to(final_state(error))
     for event in endings(record):
         session.emit(event)
+    with suppress(KeyboardInterrupt), session.interrupts.leaving():
+        tidy_store(record, session.emit)
     session.journal.close()
     if isinstance(error, _Bug):
         raise error.bug

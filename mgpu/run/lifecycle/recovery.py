@@ -50,7 +50,7 @@ class Attempts:
         """
         ended, record, damaged = self.once(first), self.session.record, 0
         while self.goes_on(ended):
-            if len(record.damaged) > damaged:  # the next one begins from an older checkpoint, and is counted from there
+            if len(record.damaged) != damaged:  # the next one begins elsewhere, and is counted from there
                 damaged, record.idle, record.idle_step = len(record.damaged), 0, -1
             else:
                 moved = record.checkpoint_step > record.idle_step

@@ -1,4 +1,6 @@
-"""Records of runs that are over, and their code: what may be removed, by name or by age, and how."""
+"""Of runs that are over: which records and code may be removed, by name or by age, and how; and what of their stores
+nobody will ask for.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,23 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mgpu.errors import InputError
+from mgpu.events import Emit, Note
 from mgpu.run.budget import costs
-from mgpu.run.nodes import code_upload
+from mgpu.run.job import operator_store
+from mgpu.run.lifecycle.post_mortem import forgotten
+from mgpu.run.nodes import code_upload, outputs
 from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, busy, every, find, supervised, supervising
+from mgpu.run.record.record import Record, State, busy, every, find, supervised, supervising
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
 
 GONE = ("confirmed", "not ours")  # `Record.teardown`: nothing of it is billed to us
+_LATE_S = 3600.0  # after the end of machines that nobody saw ending: their clocks may be others
 
 
 def obstacle(record: Record) -> str | None:
@@ -93,3 +103,35 @@ def size(root: Path) -> int:
 
 def _ended_at(record: Record) -> float:
     return record.ended_at or record.updated_at or record.created_at
+
+
+def tidy_store(record: Record, emit: Emit) -> None:
+    """Removes from the store of a run that is over what nobody will ask for: of one that has succeeded the outputs of
+    older attempts that a newer one has left, too; of any other the parts of checkpoints that were never committed. What
+    stays, because the store does not answer or allow it, is told."""
+    if record.store is None or not record.attempt:
+        return
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.retention import remove_parts
+    from mgpu_train.store import StoreError
+
+    succeeded = record.state is State.SUCCEEDED
+    try:
+        store = operator_store.for_record(record.store, record)
+        if not succeeded:
+            log = CommitLog(store, record.run_id)
+            remove_parts(store, record.run_id, log=log, over=attempts_over(record, log, time.time()))
+        elif record.outputs is not None and record.attempt > 1:
+            outputs.drop_superseded(store, record.run_id)
+    except (StoreError, ValueError) as error:
+        what = "outputs of older attempts" if succeeded else "parts of checkpoints that were not committed"
+        emit(Note(f"{what} stay in {record.store}/{record.run_id}: {error}"))
+
+
+def attempts_over(record: Record, log: CommitLog, now: float) -> int:
+    """Up to which attempt nothing of the run can write any more: it is over, and its machines are gone, or are past the
+    last end that they can have. 0: nobody knows. Raises StoreError."""
+    last = max(record.hard_cap_at, record.lease_until) + _LATE_S if record.hard_cap_at else float("inf")
+    gone = record.state.final and (record.teardown == "confirmed" or now > last)
+    # without the end of its log nobody knows what was committed
+    return record.attempt if gone and not forgotten(record, log) else 0

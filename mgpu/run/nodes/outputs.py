@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.config import OutputFile, OutputList, TrialResults, Tried
@@ -25,6 +25,9 @@ from mgpu.run.job.request import Request
 from mgpu.run.record.record import Record
 from mgpu.run.record.session import Session
 from mgpu.words import amount, count
+
+if TYPE_CHECKING:
+    from mgpu_train.store import Store
 
 FOLDER = "mgpu-runs"
 _STORED = re.compile(r"(?:a(?P<attempt>[0-9]+)/)?(?P<rank>[0-9]+)/(?P<path>.+)")  # below outputs/ in the store
@@ -210,6 +213,16 @@ def pull(record: Record, to: Path) -> tuple[int, int]:
             f"{to} cannot be written: {error.strerror}", str(error), "Name another folder: `--to`."
         ) from error
     return files, size
+
+
+def drop_superseded(store: Store, run_id: str) -> int:
+    """Removes those of older attempts that a newer one has left, too; how many. Raises StoreError."""
+    prefix = f"{run_id}/outputs/"
+    keys = [found.key for found in store.list(prefix)]
+    superseded = {*keys} - {key for _, _, key in _of_newest(keys, prefix)}
+    for key in sorted(superseded):
+        store.delete(key)
+    return len(superseded)
 
 
 def _of_newest(keys: Iterable[str], prefix: str) -> list[tuple[int, str, str]]:

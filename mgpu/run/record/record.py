@@ -196,6 +196,8 @@ class Record(Document):
     checkpoint_step: int = -1
     # checkpoints that nodes of this launch read and found damaged, by id with the problem: no attempt begins from them
     damaged: dict[str, str] = field(default_factory=dict)
+    # by checkpoint, who has read it as damaged: ids of machines, and `mgpu.run.supervision.damage.OPERATOR`
+    damage_told: dict[str, list[str]] = field(default_factory=dict)
     # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`
     saves: dict[str, float] = field(default_factory=dict)
     node_phases: list[str] = field(default_factory=list)

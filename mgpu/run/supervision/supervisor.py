@@ -32,6 +32,15 @@ SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before
 
 
 @dataclass(frozen=True)
+class Damage:
+    """A node has read the checkpoint that it was to go on from twice, and it was not what was committed."""
+
+    rank: int
+    checkpoint_id: str
+    problem: str
+
+
+@dataclass(frozen=True)
 class Ended:
     """How an attempt ended; `left`: it did not, the user chose to leave it running, or another process has it now."""
 
@@ -42,6 +51,7 @@ class Ended:
     left: bool = False
     lost: tuple[int, ...] = ()  # ranks whose machines are gone, or go: they have to be replaced
     starved: bool = False  # its program was ended for want of memory
+    damaged: tuple[Damage, ...] = ()  # as nodes say, see `mgpu.run.supervision.damage`
     interruption: Interruption | None = None  # of an end that nobody asked for: its times so far
 
 
@@ -196,7 +206,6 @@ class Supervisor:
         self._last_words(verdict.lost)
         self._report()  # a look may have ended after its pass; it is what the verdict is made of
         self._session.record.node_phases = self._fleet.phases()  # nothing is reported of a node 0 that is gone
-        self._note_damage()
         verdict = self._explained(verdict)
         ended = Ended(
             verdict.succeeded,
@@ -205,6 +214,7 @@ class Supervisor:
             self._stopped_by,
             lost=verdict.lost,
             starved=verdict.starved,
+            damaged=self._damaged(),
         )
         if ended.succeeded or self._stopped_by:
             return ended
@@ -226,14 +236,15 @@ class Supervisor:
         )
         return replace(ended, interruption=interruption)
 
-    def _note_damage(self) -> None:
-        """Which checkpoint nodes could not go on from, as only who reads every byte finds out: the next attempt begins
-        from an older one."""
-        record = self._session.record
-        for monitor in self._fleet.monitors:
-            status = monitor.status
-            if status is not None and status.attempt == record.attempt and status.damaged:
-                record.damaged[status.damaged] = f"node {monitor.rank}: {status.reason}"
+    def _damaged(self) -> tuple[Damage, ...]:
+        """Which checkpoint nodes could not go on from, as only who reads every byte finds out."""
+        attempt = self._session.record.attempt
+        told = [(monitor.rank, monitor.status) for monitor in self._fleet.monitors if monitor.status is not None]
+        return tuple(
+            Damage(rank, status.damaged, status.reason or "")
+            for rank, status in told
+            if status.attempt == attempt and status.damaged
+        )
 
     def _last_words(self, lost: tuple[int, ...]) -> None:
         """What was written between the last look and the end. A node that does not come back is not waited for long."""

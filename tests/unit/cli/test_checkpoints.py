@@ -446,13 +446,16 @@ def test_in_a_run_that_goes_on_a_save_that_is_under_way_stays(mgpu, many, world,
     assert there(many) == [20, 40, 50, 60]
 
 
-def test_what_a_dead_attempt_left_goes_too_and_is_named(mgpu, many, world, url):
-    part = many / "checkpoints" / "a001-step-45" / "node-0"
+@pytest.mark.parametrize("step", [45, 60])
+def test_what_a_dead_attempt_left_goes_too_and_is_named(mgpu, many, world, url, step):
+    """Also what it was at when its machines went, and it wrote no end."""
+    world.record("run-1", state=State.FAILED, store=url, teardown="confirmed", attempt=1)
+    part = many / "checkpoints" / f"a001-step-{step}" / "node-0"
     part.mkdir(parents=True)
     (part / "weights").write_text("half of it")
     done = mgpu("checkpoints", "prune", "--yes")
     assert there(many) == [20, 40, 50]
-    assert "never committed: a001-step-45" in done.err
+    assert f"never committed: a001-step-{step}" in done.err
 
 
 def test_without_a_record_something_has_to_say_what_stays(mgpu, many, url):

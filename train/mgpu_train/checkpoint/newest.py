@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.lines import Commit, Unreadable, standing
 from mgpu_train.checkpoint.transfer.verify import verify
-from mgpu_train.store.base import Damaged, NotFound, Store
+from mgpu_train.store.base import Damaged, NotFound, Progress, Store
 
 
 def newest_verified(
@@ -57,8 +57,11 @@ def newest_verified(
     return None
 
 
-def problems_of(store: Store, log: CommitLog, commit: Commit, *, deep: bool) -> tuple[str, ...]:
-    """Why a committed checkpoint does not verify, its entry in the log included; none: it does.
+def problems_of(
+    store: Store, log: CommitLog, commit: Commit, *, deep: bool, progress: Progress | None = None
+) -> tuple[str, ...]:
+    """Why a committed checkpoint does not verify, its entry in the log included; none: it does. `progress`: of bytes
+    that are read, with `deep`.
 
     Raises StoreError when the store cannot be read: that says nothing of the checkpoint.
     """
@@ -66,4 +69,4 @@ def problems_of(store: Store, log: CommitLog, commit: Commit, *, deep: bool) -> 
         manifest = log.manifest(commit)
     except (Damaged, NotFound) as error:
         return (str(error),)
-    return verify(store, manifest.run_id, manifest, deep=deep)
+    return verify(store, manifest.run_id, manifest, deep=deep, progress=progress)

@@ -62,11 +62,12 @@ def plan_prune(
     )
 
 
-def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None = None) -> list[str]:
+def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None = None, over: int = 0) -> list[str]:
     """Carry a plan out: the log says what is given up before the first file goes, so nobody takes it for damage.
 
     What no commit can claim any more goes too: parts of older attempts, of one that has written its end, and of steps
-    that were passed over. Returns the ids that are gone.
+    that were passed over; with `over` also those of attempts up to this one, of which somebody knows that nothing of
+    them runs any more, though none wrote their end. Returns the ids that are gone.
 
     Raises StoreError; what is left then goes at the next call. Where nothing may be deleted nothing is given up.
     """
@@ -74,24 +75,32 @@ def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None =
     stand = {commit.checkpoint_id for commit in log.checkpoints()}
     drop = [name for name in plan.drop if name in stand]
     if drop:
-        store.delete(f"{keys.checkpoint(run_id, drop[0])}none")  # asks for the right to: there is no such object
+        in_threads(store.may_delete, [keys.checkpoint(run_id, name) for name in drop], _THREADS)
         log.give_up(drop, f"prune-{uuid.uuid4().hex}")
+    return sorted({*remove_parts(store, run_id, log=log, over=over), *drop})
+
+
+def remove_parts(store: Store, run_id: str, *, log: CommitLog, over: int = 0) -> set[str]:
+    """Removes what no commit can claim any more, see `prune`; returns the ids of what was there.
+
+    Raises StoreError; what is left then goes at the next call.
+    """
     lines = log.read()
     kept = {commit.checkpoint_id for commit in standing(lines)}
     prefix = keys.checkpoints(run_id)
 
     @lru_cache  # keys are many, checkpoints few
-    def over(name: str) -> bool:
-        return name not in kept and _over(name, lines)
+    def gone(name: str) -> bool:
+        return name not in kept and _over(name, lines, over)
 
     def dead(key: str) -> bool:
-        return over(keys.checkpoint_of(run_id, key))
+        return gone(keys.checkpoint_of(run_id, key))
 
     doomed = [stat.key for stat in store.list(prefix) if dead(stat.key)]
     for sidecars in (True, False):  # without its sidecar a part is not whole
         in_threads(store.delete, [key for key in doomed if key.endswith(".json") == sidecars], _THREADS)
     store.sweep(prefix, dead)
-    return sorted({keys.checkpoint_of(run_id, key) for key in doomed} | set(drop))
+    return {keys.checkpoint_of(run_id, key) for key in doomed}
 
 
 def _wanted(commits: Sequence[Commit], retention: Retention) -> dict[str, str]:
@@ -144,8 +153,9 @@ def _newest_good(
     return None
 
 
-def _over(name: str, log: Sequence[Line]) -> bool:
-    """True for a checkpoint that was given up, or that is not committed and never can be."""
+def _over(name: str, log: Sequence[Line], over: int) -> bool:
+    """True for a checkpoint that was given up, or that is not committed and never can be; attempts up to `over` have
+    ended."""
     found = _ID.fullmatch(name)
     if found is None:  # nothing of ours
         return False
@@ -156,7 +166,9 @@ def _over(name: str, log: Sequence[Line]) -> bool:
         return False
     attempt, step = int(found[1]), int(found[2])
     newest = newest_attempt(readable)
-    if attempt < newest or end_of(readable, attempt):  # after its end an attempt commits nothing
+    if (
+        attempt < newest or attempt == newest <= over or end_of(readable, attempt)
+    ):  # after its end an attempt commits nothing
         return True
     ahead = [line.step for line in readable if isinstance(line, Commit) and line.attempt == attempt]
     return attempt == newest and step < max(ahead, default=-1)

@@ -73,14 +73,16 @@ class OptimizerPart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On this rank's device. A parameter that is not in it begins anew: none of its gradients had come yet."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_optimizer_state_dict,
-            set_optimizer_state_dict,
-        )
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-        now, options = get_optimizer_state_dict(self._model, self._optimizers), StateDictOptions(strict=False)
-        set_optimizer_state_dict(self._model, self._optimizers, {**now, **state}, options=options)
+        now: dict[str, Any] = {**get_optimizer_state_dict(self._model, self._optimizers)}
+        names = [name for group in now["param_groups"] for name in group["params"]]
+        # torch 2.8 wants all of them, whatever `strict` says
+        every = {**{name: {} for name in names}, **state["state"]}
+        set_optimizer_state_dict(self._model, self._optimizers, {**now, "state": every})
+        for kept in (one.state for one in self._optimizers):
+            for parameter in [each for each, values in kept.items() if not values]:
+                del kept[parameter]
 
     def steady(self) -> Iterable[torch.Tensor]:
         """All of it."""

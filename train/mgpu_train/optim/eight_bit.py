@@ -90,7 +90,7 @@ class AdamW8bit(torch.optim.Optimizer):
         ours, theirs = _parameters(self.param_groups), _parameters(state_dict["param_groups"])
         for parameter, name in zip(ours, theirs, strict=True):
             kept = state_dict["state"].get(name)
-            if kept is None:  # as torch's own: it begins anew
+            if not kept:  # as torch's own: it begins anew
                 self.state.pop(parameter, None)
                 continue
             state = self.state[parameter] or self._begin(parameter)

@@ -135,6 +135,10 @@ class Store(Protocol):
         """
         ...
 
+    def forget(self, key: str) -> None:
+        """The next read of an object comes from where it is kept, and not from a cache of this machine's."""
+        ...
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """Read every byte of an object and return its CRC64NVME. Raises NotFound, and Damaged for another size."""
         ...
@@ -153,6 +157,13 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; absent is fine."""
+        ...
+
+    def may_delete(self, prefix: str) -> None:
+        """Asks for the right to remove what is under `prefix`, and removes nothing.
+
+        Raises Denied where there is none.
+        """
         ...
 
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mgpu_train.store import disk
@@ -89,6 +91,11 @@ class FileStore:
             if found != (size, crc64nvme):
                 raise Damaged(f"{source_path}: its checksum is {found[1]}, not {crc64nvme}")
 
+    def forget(self, key: str) -> None:
+        """See Store."""
+        with suppress(OSError), disk.opened(self._path(key)) as source:
+            os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""
         path = self._path(key)
@@ -130,6 +137,17 @@ class FileStore:
                 folder.rmdir()
             except OSError:  # not empty, or gone already
                 break
+
+    def may_delete(self, prefix: str) -> None:
+        """See Store."""
+        mine: dict[Path, bool] = {}  # by folder: whether only who owns a file may remove it
+        for key, entry in self._files(prefix):
+            path = self._root / key
+            with disk.translated(f"cannot remove {path}"):
+                if path.parent not in mine:
+                    mine[path.parent] = _only_mine(path.parent)
+                if mine[path.parent] and entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    raise PermissionError(errno.EPERM, "it is another user's, in a folder with the sticky bit")
 
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         """See Store."""
@@ -181,6 +199,14 @@ def _walk(root: Path, folder: str, prefix: str) -> Iterator[tuple[str, os.DirEnt
             yield from _walk(root, key, prefix)
         elif not is_folder and key.startswith(prefix) and entry.is_file(follow_symlinks=False):
             yield key, entry
+
+
+def _only_mine(folder: Path) -> bool:
+    """Whether of a folder's files each user may remove only his own. Raises OSError where this one may remove none."""
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise PermissionError(errno.EACCES, f"{folder} may not be changed")
+    found, user = folder.stat(), os.geteuid()
+    return bool(found.st_mode & stat.S_ISVTX) and user not in (0, found.st_uid)
 
 
 def _version(found: os.stat_result) -> str:

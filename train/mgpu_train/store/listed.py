@@ -1,4 +1,6 @@
-"""Objects that have to be there: not found is believed only where the store does not list them either."""
+"""Objects that have to be there, and whole: not found is believed only where the store does not list them either, and
+damaged only where it is found again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from mgpu_train.store.base import NotFound, Store, Unavailable
+from mgpu_train.store.base import Damaged, NotFound, Store, Unavailable
 
 T = TypeVar("T")
 
@@ -33,3 +35,17 @@ def surely(store: Store, key: str, ask: Callable[[], T], sleep: Callable[[float]
             if left:
                 sleep(_PAUSE_S)
     raise Unavailable(f"{store.url} lists {key}, and says that there is no such object. Try again later.")
+
+
+def twice(store: Store, key: str, ask: Callable[[], T]) -> T:
+    """What `ask` returns, which reads the object `key`. What is damaged is read once more, from the store itself: the
+    memory, a cache or the network of this machine may be at fault.
+
+    Raises:
+        Damaged: it is so again; what `ask` raises besides.
+    """
+    try:
+        return ask()
+    except Damaged:
+        store.forget(key)
+        return ask()

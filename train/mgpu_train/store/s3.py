@@ -146,6 +146,9 @@ class S3Store:
             if found != crc64nvme:
                 raise Damaged(f"{self.url}: {key}: its checksum is {found}, not {crc64nvme}")
 
+    def forget(self, key: str) -> None:
+        """See Store. Nothing is kept here."""
+
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""
         return self._read_all(key, size, None, progress)
@@ -180,6 +183,10 @@ class S3Store:
             self._patiently(f"delete {key}", lambda: self._client.delete_object(**where))
         except NotFound:  # some servers say so; S3 does not
             pass
+
+    def may_delete(self, prefix: str) -> None:
+        """See Store."""
+        self.delete(f"{prefix}none")  # there is no such object, and S3 refuses it all the same
 
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         """See Store."""

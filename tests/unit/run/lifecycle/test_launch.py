@@ -755,6 +755,8 @@ def test_a_checkpoint_that_only_nodes_find_damaged_is_stepped_back_from(project,
         if job.resume is None:
             for step in (10, 20):
                 world.commit(job.checkpoint.to, job.run_id, attempt=1, writer=job.writer, step=step)
+            (weights,) = Path(job.checkpoint.to.removeprefix("file://")).rglob("a001-step-20/*.pack-0")
+            weights.write_bytes(b"W" + weights.read_bytes()[1:])
             node.says(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="its disk")
         elif job.resume.checkpoint_id == "a001-step-20":
             fields = {"reason": f"resume: {bad}", "damaged": "a001-step-20"}
@@ -783,6 +785,35 @@ def test_a_checkpoint_that_only_nodes_find_damaged_is_stepped_back_from(project,
     told = [each.text for each in world.of(Warned) if "a001-step-20 does not verify" in each.text]
     assert told == [f"a001-step-20 does not verify: node 0: resume: {bad}; looking at what was committed before"]
     assert world.calls.count("up") == (ups + 2 if ours else ups), "a stack of another program's is not touched"
+
+
+def test_a_machine_that_calls_a_whole_checkpoint_damaged_is_replaced_and_nothing_is_given_up(project, monkeypatch):
+    monkeypatch.setattr("mgpu.run.supervision.fleet_monitor.DESCRIBE_EVERY_S", 0.0)
+    world, started, replaced = project.world, [], []
+    bring_up = supervise.bring_up
+
+    def program(node, job):
+        started.append(job.resume.checkpoint_id if job.resume else None)
+        if len(started) == 1:
+            for step in (10, 20):
+                world.commit(job.checkpoint.to, job.run_id, attempt=1, writer=job.writer, step=step)
+            node.says(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="its disk")
+        elif len(started) == 2:
+            fields = {"reason": "resume: its checksum is 1, not 2", "damaged": "a001-step-20"}
+            node.says(Phase.FAILED, attempt=job.attempt, fault=Fault.INFRASTRUCTURE, **fields)
+        else:
+            world.succeed(node, job)
+
+    def repaired(session, stack, lost=()):
+        replaced.append(lost)
+        return bring_up(session, stack, lost)
+
+    monkeypatch.setattr(supervise, "bring_up", repaired)
+    world.program = program
+    done = project.launch("recovery: {attempts: 3}\n").record
+    assert (done.state, done.damaged) == (State.SUCCEEDED, {})
+    assert started == [None, "a001-step-20", "a001-step-20"]
+    assert replaced[-1] == (0,)
 
 
 def test_without_checkpoints_the_programs_own_word_counts(project):

@@ -25,7 +25,7 @@ from mgpu.run.supervision.fleet_monitor import FleetMonitor
 from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, drain_s
 from mgpu.run.supervision.metrics import collect
 from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
-from mgpu.run.supervision.supervisor import SETTLE_S, Supervisor
+from mgpu.run.supervision.supervisor import SETTLE_S, Damage, Supervisor
 from mgpu.spec.provider import entry
 
 BEGIN = 1000.0
@@ -478,7 +478,7 @@ def test_an_end_says_whether_a_machine_was_out_of_memory(watch, starved):
     assert (ended.fault, ended.starved, ended.interruption.starved) == (Fault.USER, starved, starved)
 
 
-def test_a_checkpoint_that_a_node_found_damaged_is_remembered(watch):
+def test_a_checkpoint_that_a_node_found_damaged_is_told(watch):
     first, second = watch.world.nodes
     first.says(Phase.RESUMING)
     second.says(Phase.RESUMING)
@@ -486,7 +486,7 @@ def test_a_checkpoint_that_a_node_found_damaged_is_remembered(watch):
     watch.at(4, lambda: second.says(Phase.FAILED, **fault))
     ended = watch.run()
     assert (ended.fault, ended.lost) == (Fault.INFRASTRUCTURE, ())
-    assert watch.session.record.damaged == {"a001-step-20": "node 1: resume: its checksum is 1, not 2"}
+    assert ended.damaged == (Damage(1, "a001-step-20", "resume: its checksum is 1, not 2"),)
 
 
 def test_who_asked_for_the_end_interrupted_nothing(watch):

@@ -1,7 +1,7 @@
 """The run's `data:` items: files that a node fetches before the launcher starts, and keeps for its later attempts.
 
-Several nodes, and runs, may see one folder (NFS, a volume): each fetches under names of its own, and who is last gives
-a file its name once more, with the same bytes in it.
+Several nodes, and runs, may see one folder (NFS, a volume): each fetches under names of its own, and the first gives a
+file its name. Who comes later leaves it alone: others read it by now, and on NFS a replaced file is gone for them.
 """
 
 from __future__ import annotations
@@ -126,5 +126,22 @@ def _fetch(store: Store, stat: Stat, fetched: _Fetched, own: str) -> None:
     aside = path.with_name(f"{ASIDE}{own}{os.urandom(3).hex()}-{path.name}")
     store.get_file(stat.key, aside, size=stat.size, crc64nvme=crc64nvme)
     disk.flush(aside)  # before it has its name: that alone tells a later attempt that it is whole
-    aside.replace(path)
+    _name(aside, path, stat.size, crc64nvme)
     fetched.add(stat)
+
+
+def _name(aside: Path, path: Path, size: int, crc64nvme: str) -> None:
+    """Gives what was fetched its name, unless a file with the same bytes has it meanwhile."""
+    try:
+        os.link(aside, path)  # unlike a rename it fails where the name is taken
+    except OSError:  # also where the file system knows no links
+        if not _holds(path, size, crc64nvme):
+            aside.replace(path)
+    aside.unlink(missing_ok=True)
+
+
+def _holds(path: Path, size: int, crc64nvme: str) -> bool:
+    try:
+        return path.stat().st_size == size and disk.checksum(path) == (size, crc64nvme)
+    except OSError:
+        return False

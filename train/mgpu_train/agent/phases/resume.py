@@ -10,17 +10,20 @@ from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.status.words import count
 from mgpu_train.checkpoint.formats import rows
 from mgpu_train.checkpoint.formats.shards import read_metadata
+from mgpu_train.checkpoint.log import keys
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import Manifest
 from mgpu_train.checkpoint.transfer.fetch import Choose, fetch
 from mgpu_train.config import Job, Resume
 from mgpu_train.launchers import PYTHON, TORCHRUN
 from mgpu_train.store import Damaged, StoreError, open_store
+from mgpu_train.store.listed import twice
 from mgpu_train.strategies.entry import FSDP, OURS
 
 
 def resume(attempt: Attempt, wanted: Resume) -> int:
-    """Fetches what the attempt resumes from into its folder, local copies first; returns its step.
+    """Fetches what the attempt resumes from into its folder, local copies first; returns its step. What is damaged was
+    so twice.
 
     Raises:
         AttemptFailed: it is not there, damaged, or the store failed; the reason begins with `resume:`.
@@ -31,10 +34,13 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
     try:
         cap = target.max_bytes_per_s
         store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times, max_bytes_per_s=cap)
-        manifest = CommitLog(store, attempt.job.run_id).manifest_at(wanted.seq, wanted.checkpoint_id)
+        run_id = attempt.job.run_id
+        log = CommitLog(store, run_id)
+        entry = keys.commit(run_id, wanted.seq)
+        manifest = twice(store, entry, lambda: log.manifest_at(wanted.seq, wanted.checkpoint_id))
         report = fetch(
             store,
-            attempt.job.run_id,
+            run_id,
             manifest,
             Path(attempt.layout.resume),
             local=[attempt.checkpoints / f"step-{manifest.step}"],  # which is deleted before the program starts

@@ -15,7 +15,7 @@ from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Stored, objects, read
 from mgpu_train.store import disk
 from mgpu_train.store.base import Damaged, Progress, Store, Unavailable
-from mgpu_train.store.listed import surely
+from mgpu_train.store.listed import surely, twice
 
 SHARDS = ".distcp"  # what names of DCP's data end with
 _THREADS = 8  # objects in flight; of each, a pack at most is held in memory
@@ -117,13 +117,14 @@ class _Target:
         missing = [file for file in stored.files if not self._taken(file)]
         if missing and stored.packed:
             wanted = {file.path for file in missing}
-            for file, data in read(self.store, stored):
+            for file, data in twice(self.store, stored.key, partial(read, self.store, stored)):
                 if file.path in wanted:
                     _write(self.folder / file.path, data)
                     self._told(file.size)
         elif missing:
             get = partial(self.store.get_file, stored.key, self.folder / missing[0].path, progress=self.progress)
-            surely(self.store, stored.key, partial(get, size=stored.size, crc64nvme=stored.crc64nvme))
+            whole = partial(get, size=stored.size, crc64nvme=stored.crc64nvme)
+            twice(self.store, stored.key, lambda: surely(self.store, stored.key, whole))
         return len(stored.files) - len(missing)
 
     def _taken(self, file: FileEntry) -> bool:

@@ -6,7 +6,7 @@ from mgpu_train.checkpoint.log.manifest import Manifest
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Stored, objects, read
 from mgpu_train.store.base import Damaged, NotFound, Progress, Stat, Store
-from mgpu_train.store.listed import surely
+from mgpu_train.store.listed import surely, twice
 
 _ASKED = 8  # objects that are asked for in parallel
 _READ = 4  # ... that are read; a pack is held in memory meanwhile
@@ -27,7 +27,7 @@ def verify(
 
     def look(stored: Stored) -> str | None:
         try:
-            return _read(store, stored, progress) if deep else _ask(store, stored)
+            return twice(store, stored.key, lambda: _read(store, stored, progress)) if deep else _ask(store, stored)
         except (NotFound, Damaged) as error:
             return str(error)
 
@@ -49,14 +49,15 @@ def _there(store: Store, stored: Stored) -> Stat:
     return stat
 
 
-def _read(store: Store, stored: Stored, progress: Progress | None) -> str | None:
+def _read(store: Store, stored: Stored, progress: Progress | None) -> None:
     if not stored.packed:
         found = surely(store, stored.key, lambda: store.checksum(stored.key, stored.size, progress))
-        return _differs(stored, found)
+        if problem := _differs(stored, found):
+            raise Damaged(problem)
+        return
     files = read(store, stored)
     if progress:
         progress(sum(file.size for file, _ in files))
-    return None
 
 
 def _differs(stored: Stored, found: str) -> str | None:

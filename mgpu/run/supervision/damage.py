@@ -1,0 +1,111 @@
+"""A checkpoint that a node calls damaged: is it, or is the node? Decided before anything is given up for its word.
+
+Two who have read it are believed. One machine alone may have bad memory, a bad disk or a bad network, so the operator
+reads every byte itself, where that takes no longer than a few minutes of machines that wait. If it finds the checkpoint
+whole, the machine is at fault and is replaced. If it cannot tell, it believes the machine once: if a second checkpoint
+is damaged for it alone, the machine is what both have in common.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from mgpu.errors import RemoteError
+from mgpu.events import Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.remote.nodeset import NodeSet
+from mgpu.run.job import operator_store
+from mgpu.run.nodes import agent_client
+from mgpu.run.record.session import Session
+from mgpu.run.supervision.supervisor import Damage, Ended
+
+OPERATOR = "operator"
+READ_S = 300.0  # for the operator to read a checkpoint whose damage one machine alone has told
+
+
+def judge(
+    session: Session, fleet: StackOutput, nodes: NodeSet, ended: Ended, clock: Callable[[], float] = time.monotonic
+) -> Ended:
+    """The end of an attempt in which nodes have called checkpoints damaged. The record has those that are, from which
+    no attempt begins; machines whose word is not believed are among the lost ones, to be replaced."""
+    by_id = defaultdict[str, list[Damage]](list)
+    for each in ended.damaged:
+        by_id[each.checkpoint_id].append(each)
+    for checkpoint_id, told in by_id.items():
+        problem = _fault_of(session, fleet, nodes, checkpoint_id, told, clock)
+        if problem is None:
+            session.record.damaged[checkpoint_id] = f"node {told[0].rank}: {told[0].problem}"
+            continue
+        rank = told[0].rank
+        session.emit(Warned(f"node {rank}: {told[0].problem}; {problem}: its machine is at fault, not the checkpoint"))
+        ended = replace(ended, lost=(*sorted({*ended.lost, rank}),), reason=f"{ended.reason}; {problem}")
+    if ended.interruption is not None:
+        interruption = replace(ended.interruption, nodes=list(ended.lost), reason=ended.reason)
+        ended = replace(ended, interruption=interruption)
+    session.save()
+    return ended
+
+
+def _fault_of(
+    session: Session,
+    fleet: StackOutput,
+    nodes: NodeSet,
+    checkpoint_id: str,
+    told: list[Damage],
+    clock: Callable[[], float],
+) -> str | None:
+    """Why the one machine that calls a checkpoint damaged is not believed; None: it is damaged."""
+    record = session.record
+    ids = {node.rank: node.id for node in fleet.nodes}
+    by = record.damage_told.setdefault(checkpoint_id, [])
+    by += sorted({ids[each.rank] for each in told} - {*by})
+    if len(by) > 1:
+        return None
+    whole = _whole(session, nodes, checkpoint_id, clock)
+    if whole:
+        return f"read from here {checkpoint_id} is whole"
+    if whole is None:
+        others = [name for name, who in record.damage_told.items() if who == by and name != checkpoint_id]
+        if not others:
+            return None
+        for name in others:  # noted on this machine's word alone
+            record.damaged.pop(name, None)
+        return f"it has called {', '.join(others)} damaged before, and nobody else has"
+    by.append(OPERATOR)
+    return None
+
+
+class _Enough(Exception):
+    """Reading on is not worth the wait."""
+
+
+def _whole(session: Session, nodes: NodeSet, checkpoint_id: str, clock: Callable[[], float]) -> bool | None:
+    """Whether the operator finds every byte of a checkpoint as it was committed; None: it cannot tell, or not soon."""
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.newest import problems_of
+    from mgpu_train.store import StoreError
+
+    record, times, until = session.record, session.timeouts, clock() + READ_S
+
+    def progress(_count: int) -> None:
+        if clock() > until or session.asked_to_end:
+            raise _Enough
+
+    if record.store is None:
+        return None
+    with suppress(RemoteError):  # its agents have ended, and renew no lease
+        nodes.each(lambda node: agent_client.renew_lease(node, times.lease_s / 60, times))
+    with session.phase("verifying", checkpoint_id):
+        try:
+            store = operator_store.for_record(record.store, record)
+            log = CommitLog(store, record.run_id)
+            found = [commit for commit in log.checkpoints() if commit.checkpoint_id == checkpoint_id]
+            return not problems_of(store, log, found[0], deep=True, progress=progress) if found else None
+        except (_Enough, StoreError) as error:
+            why = str(error) or f"that takes longer than {READ_S:g} s, or the run is to end"
+            session.emit(Warned(f"{checkpoint_id} could not be read here to see whether it is damaged: {why}"))
+            return None
