@@ -267,7 +267,8 @@ class Reconciler:
                     shared.ask_to_stop(due.run_id)  # something else became of its time meanwhile
         except (MgpuError, OSError) as error:
             what = f"schedule {schedule.name}: the run of {schedule.times.words(due.at)} could not be submitted"
-            self._fail([InputError(what, str(error), "The next pass tries again.")])
+            kind = StackError if isinstance(error, StackError) else InputError
+            self._fail([kind(what, str(error), "The next pass tries again.")])
             with suppress(MgpuError):
                 self._reason(schedule, due, str(error))
 

@@ -254,6 +254,20 @@ def test_a_lost_machine_is_replaced_by_the_next_pass(nights):
     assert (run.recoveries, len(run.interruptions), nights.world.cloud.billed) == (1, 1, set())
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OSError(28, "No space left on device"), 2), (StackError("no answer"), 4)],
+    ids=["the disk", "the backend"],
+)
+def test_what_cannot_be_submitted_has_the_exit_code_of_its_cause(nights, monkeypatch, error: Exception, code: int):
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    nights.add()
+    monkeypatch.setattr(submit, "submit_kept", fails)
+    assert [each.exit_code for each in nights.works(hours=1).failures] == [code]
+
+
 def test_what_cannot_be_done_is_told_and_done_by_the_next_pass(nights, monkeypatch):
     nights.add()
     nights.add("other")
