@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mgpu_train import entries
+from mgpu_train.config import ZeroStage
 from mgpu_train.entries import Entries
 
 GROUP = "mgpu_train.strategies"
@@ -27,6 +28,7 @@ class Sizes:
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages of blocks
     replicas: int | None = None  # of strategy hsdp; None: one a node
+    zero_stage: ZeroStage = 2  # of strategy deepspeed
 
     @property
     def data(self) -> int:
@@ -69,6 +71,15 @@ def _groups(sizes: Sizes) -> str | None:
     )
 
 
+def _shared_layers(sizes: Sizes) -> str | None:
+    if sizes.data == sizes.world_size:
+        return None
+    return (
+        "deepspeed shares out whole layers alone: leave tensor_parallel and pipeline_parallel at 1, or use fsdp, which "
+        "goes with both"
+    )
+
+
 @dataclass(frozen=True)
 class StrategyEntry:
     """What an entry of the group names. The entry's own name is what a run file says in `train.strategy`."""
@@ -82,8 +93,10 @@ SINGLE = StrategyEntry("mgpu_train.strategies.single:Single", refuse=_several)
 DDP = StrategyEntry("mgpu_train.strategies.ddp:Replicas")
 FSDP = StrategyEntry("mgpu_train.strategies.fsdp:Shards", sharded=True)
 HSDP = StrategyEntry("mgpu_train.strategies.fsdp:Groups", refuse=_groups, sharded=True)
+DEEPSPEED = StrategyEntry("mgpu_train.strategies.deepspeed:DeepSpeed", refuse=_shared_layers, sharded=True)
 
-OURS = {"single": SINGLE, "ddp": DDP, "fsdp": FSDP, "hsdp": HSDP}  # by name, since a node has no entry points of ours
+# by name, since a node has no entry points of ours
+OURS = {"single": SINGLE, "ddp": DDP, "fsdp": FSDP, "hsdp": HSDP, "deepspeed": DEEPSPEED}
 
 
 @functools.cache

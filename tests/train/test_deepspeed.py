@@ -1,0 +1,158 @@
+"""DeepSpeed's ZeRO trains as replicas do, and leaves checkpoints that have nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from mgpu_train.config import TrainConfig
+from mgpu_train.errors import TrainError
+from mgpu_train.strategies import entry
+from mgpu_train.strategies.deepspeed import DeepSpeed
+from mgpu_train.strategies.entry import Sizes
+from mgpu_train.strategies.precision import POLICIES
+from pydantic import ValidationError
+
+PROGRAM = Path(__file__).with_name("zero_stages.py")
+DDP = {"task": "zero_stages:Oddities", "strategy": "ddp", "global_batch": 12, "lr": 0.05}
+ZERO: dict[int, dict[str, Any]] = {
+    1: {**DDP, "strategy": "deepspeed", "zero_stage": 1, "micro_batch": 2},
+    2: {**DDP, "strategy": "deepspeed", "zero_stage": 2, "micro_batch": 2},
+    3: {**DDP, "strategy": "deepspeed", "zero_stage": 3, "activation_checkpointing": "full"},
+}
+LM: dict[str, Any] = {
+    "task": "lm", "seq_len": 16, "text": str(Path(__file__).parents[1] / "fakes"), "precision": "bf16",
+    "model": {"layers": 2, "dim": 32, "heads": 2, "tied": True},
+}  # fmt: skip
+BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient"}
+
+
+def stories() -> dict[int, dict[str, dict[str, Any]]]:
+    """By the number of ranks, those that are trained one after the other."""
+    two = {"ddp": DDP, "ddp-lm": {**LM, "strategy": "ddp"}, "ddp-ema": {**DDP, "ema": 0.9}}
+    two |= {f"ddp-{what}": {**DDP, "task": task} for what, task in BAD.items()}
+    two["zero-1-ema"] = {**ZERO[1], "ema": 0.9}
+    two["zero-1-ema-on"] = {**ZERO[1], "ema": 0.9, "resume": "zero-1-ema/checkpoints/step-3"}
+    two["scalars"] = {**ZERO[2], "task": "zero_stages:Scalars"}
+    three = {}
+    for stage, zero in ZERO.items():
+        two[f"zero-{stage}"] = zero
+        two[f"zero-{stage}-on"] = {**zero, "resume": f"zero-{stage}/checkpoints/step-3"}
+        two[f"zero-{stage}-lm"] = {**LM, "strategy": "deepspeed", "zero_stage": stage}
+        two |= {f"zero-{stage}-{what}": {**zero, "task": task, "micro_batch": None} for what, task in BAD.items()}
+        two[f"zero-{stage}-from-fsdp"] = {**zero, "resume": "fsdp/checkpoints/step-3"}
+        two[f"fsdp-from-zero-{stage}"] = {**DDP, "strategy": "fsdp", "resume": f"zero-{stage}/checkpoints/step-3"}
+        three[f"zero-{stage}-by-3"] = {**zero, "resume": f"zero-{stage}/checkpoints/step-3"}
+    return {2: {"fsdp": {**DDP, "strategy": "fsdp"}, **two}, 3: three}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
+    """`trained(name)`: what the lines of metrics of a story say."""
+    pytest.importorskip("deepspeed", reason="mgpu-train's extra `deepspeed` is not installed")
+    out = tmp_path_factory.mktemp("zero")
+    done = ranks.start(PROGRAM, [out, json.dumps(stories())], out / "said", os.environ).wait(280)
+    assert done == 0, (out / "said").read_text()
+
+    def of(name: str) -> SimpleNamespace:
+        home = out / name
+        error = (home / "error").read_text() if (home / "error").exists() else ""
+        lines = [json.loads(line) for line in (home / "metrics" / "rank-0.jsonl").read_text().splitlines()]
+        return SimpleNamespace(home=home, lines=lines, error=error)
+
+    return of
+
+
+def told(trained: Callable[[str], SimpleNamespace], name: str, *keys: str, kind: str = "step") -> list[float]:
+    story = trained(name)
+    assert not story.error, story.error
+    return [line[key] for line in story.lines if line["kind"] == kind for key in keys]
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_each_stage_trains_as_replicas_do_and_tells_the_same(trained, stage):
+    for kind, keys in (("step", ("loss", "error", "grad_norm", "lr")), ("validation", ("loss", "error"))):
+        expected = told(trained, "ddp", *keys, kind=kind)
+        assert told(trained, f"zero-{stage}", *keys, kind=kind) == pytest.approx(expected, rel=1e-5)
+    assert max(told(trained, "ddp", "grad_norm")) > 1, "clipped"
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_a_language_model_in_16_bits_with_tied_weights_trains_as_by_replicas(trained, stage):
+    for kind in ("step", "validation"):
+        expected = told(trained, "ddp-lm", "loss", kind=kind)
+        assert told(trained, f"zero-{stage}-lm", "loss", kind=kind) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_training_goes_on_bit_by_bit(trained, same_bits, stage):
+    assert told(trained, f"zero-{stage}-on", "loss") == told(trained, f"zero-{stage}", "loss")[3:]
+    same_bits(*(trained(f"zero-{stage}{each}").home / "checkpoints" / "step-5" for each in ("", "-on")))
+
+
+@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("how", ["zero-{}-by-3", "zero-{}-from-fsdp", "fsdp-from-zero-{}"])
+def test_another_number_of_ranks_or_strategy_goes_on_from_its_checkpoint_and_it_from_theirs(trained, stage, how):
+    expected = told(trained, "ddp", "loss", "grad_norm")[2 * 3 :]
+    assert told(trained, how.format(stage), "loss", "grad_norm") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("what", BAD)
+def test_a_step_that_is_not_finite_changes_nothing(trained, stage, what):
+    expected, steps = told(trained, f"ddp-{what}", "loss"), told(trained, f"ddp-{what}", "step")
+    assert steps == [1, 3, 4, 5], "that step is not told as one that has changed something"
+    assert told(trained, f"zero-{stage}-{what}", "step") == steps
+    assert told(trained, f"zero-{stage}-{what}", "loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_average_of_parameters_is_that_of_replicas_and_goes_on(trained, same_bits):
+    expected = told(trained, "ddp-ema", "ema_loss", kind="validation")
+    assert told(trained, "zero-1-ema", "ema_loss", kind="validation") == pytest.approx(expected, rel=1e-5)
+    same_bits(*(trained(f"zero-1-ema{each}").home / "checkpoints" / "step-5" for each in ("", "-on")))
+
+
+def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained):
+    assert "`gain`" in trained("scalars").error
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_that_does_not_go_with_it_is_told_before_anything_is_rented():
+    given: dict[str, Any] = {"precision": "fp16", "optimizer": "muon", "micro_batch": "auto", "compile": True}
+    with pytest.raises(ValidationError) as raised:
+        TrainConfig.model_validate({"strategy": "deepspeed", "zero_stage": 3, "ema": 0.9, **given})
+    said = str(raised.value)
+    assert all(word in said for word in ("precision: fp16", "optimizer: muon", "micro_batch: auto", "compile", "ema"))
+    TrainConfig.model_validate({"strategy": "deepspeed", "ema": 0.9})
+    TrainConfig.model_validate({"strategy": "fsdp", "zero_stage": 3, **given})
+
+
+@pytest.mark.parametrize("sizes", [Sizes(4, tensor=2), Sizes(4, pipeline=2)])
+def test_ranks_that_share_a_layer_or_a_model_are_refused(sizes):
+    assert "tensor_parallel and pipeline_parallel" in (entry.DEEPSPEED.refuse(sizes) or "")
+    assert entry.DEEPSPEED.refuse(Sizes(4)) is None
+
+
+def test_a_node_without_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    place: Any = SimpleNamespace(device=torch.device("cpu"), local_rank=0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(TrainError, match=r"`train.strategy`: deepspeed needs .*'mgpu-train\[deepspeed\]'"):
+        DeepSpeed(place, POLICIES["fp32"])
+
+
+def test_the_fp16_that_auto_comes_to_on_older_gpus_is_refused():
+    place: Any = SimpleNamespace(device=torch.device("cpu"), local_rank=0)
+    with pytest.raises(TrainError, match="compute capability"):
+        DeepSpeed(place, POLICIES["fp16"])
