@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -22,47 +23,61 @@ from mgpu_train.strategies.precision import POLICIES
 from pydantic import ValidationError
 
 PROGRAM = Path(__file__).with_name("zero_stages.py")
-DDP = {"task": "zero_stages:Oddities", "strategy": "ddp", "global_batch": 12, "lr": 0.05}
+DDP: dict[str, Any] = {"task": "zero_stages:Oddities", "strategy": "ddp"}
 ZERO: dict[int, dict[str, Any]] = {
     1: {**DDP, "strategy": "deepspeed", "zero_stage": 1, "micro_batch": 2},
     2: {**DDP, "strategy": "deepspeed", "zero_stage": 2, "micro_batch": 2},
     3: {**DDP, "strategy": "deepspeed", "zero_stage": 3, "activation_checkpointing": "full"},
 }
 LM: dict[str, Any] = {
-    "task": "lm", "seq_len": 16, "text": str(Path(__file__).parents[1] / "fakes"), "precision": "bf16",
+    "task": "lm", "seq_len": 16, "precision": "bf16", "lr": 6e-3,
     "model": {"layers": 2, "dim": 32, "heads": 2, "tied": True},
 }  # fmt: skip
 BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient"}
+Stories = dict[int, dict[str, dict[str, Any]]]
 
 
-def stories() -> dict[int, dict[str, dict[str, Any]]]:
-    """By the number of ranks, those that are trained one after the other."""
-    two = {"ddp": DDP, "ddp-lm": {**LM, "strategy": "ddp"}, "ddp-ema": {**DDP, "ema": 0.9}}
-    two |= {f"ddp-{what}": {**DDP, "task": task} for what, task in BAD.items()}
-    two["zero-1-ema"] = {**ZERO[1], "ema": 0.9}
-    two["zero-1-ema-on"] = {**ZERO[1], "ema": 0.9, "resume": "zero-1-ema/checkpoints/step-3"}
-    two["scalars"] = {**ZERO[2], "task": "zero_stages:Scalars"}
-    three = {}
-    for stage, zero in ZERO.items():
-        two[f"zero-{stage}"] = zero
-        two[f"zero-{stage}-on"] = {**zero, "resume": f"zero-{stage}/checkpoints/step-3"}
-        two[f"zero-{stage}-lm"] = {**LM, "strategy": "deepspeed", "zero_stage": stage}
-        two |= {f"zero-{stage}-{what}": {**zero, "task": task, "micro_batch": None} for what, task in BAD.items()}
-        two[f"zero-{stage}-from-fsdp"] = {**zero, "resume": "fsdp/checkpoints/step-3"}
-        two[f"fsdp-from-zero-{stage}"] = {**DDP, "strategy": "fsdp", "resume": f"zero-{stage}/checkpoints/step-3"}
-        three[f"zero-{stage}-by-3"] = {**zero, "resume": f"zero-{stage}/checkpoints/step-3"}
-    return {2: {"fsdp": {**DDP, "strategy": "fsdp"}, **two}, 3: three}
+def others() -> Stories:
+    """By the number of ranks, those that are trained one after the other, without DeepSpeed."""
+    two = {"fsdp": {**DDP, "strategy": "fsdp"}, "ddp": DDP, "ddp-lm": {**LM, "strategy": "ddp"}}
+    two["ddp-ema"] = {**DDP, "ema": 0.9}
+    return {2: two | {f"ddp-{what}": {**DDP, "task": task} for what, task in BAD.items()}}
+
+
+def by_stage(stage: int) -> Stories:
+    """With it."""
+    zero, name = ZERO[stage], f"zero-{stage}"
+    two = {
+        name: zero,
+        f"{name}-on": {**zero, "resume": name},
+        f"{name}-lm": {**LM, "strategy": "deepspeed", "zero_stage": stage},
+        f"{name}-from-fsdp": {**zero, "resume": "fsdp"},
+        f"fsdp-from-{name}": {**DDP, "strategy": "fsdp", "resume": name},
+        f"{name}-scalars": {**zero, "task": "zero_stages:Scalars"},
+    }
+    if stage < 3:
+        two[f"{name}-ema"] = {**zero, "ema": 0.9}
+        two[f"{name}-ema-on"] = {**zero, "ema": 0.9, "resume": f"{name}-ema"}
+    two |= {f"{name}-{what}": {**zero, "task": task, "micro_batch": None} for what, task in BAD.items()}
+    return {2: two, 3: {f"{name}-by-3": {**zero, "resume": name}}}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
-    """`trained(name)`: what the lines of metrics of a story say."""
+    """`trained(name)`: what the lines of metrics of a story say, and what was refused. Those of a stage are trained
+    together, when one of them is asked for first."""
     pytest.importorskip("deepspeed", reason="mgpu-train's extra `deepspeed` is not installed")
     out = tmp_path_factory.mktemp("zero")
-    done = ranks.start(PROGRAM, [out, json.dumps(stories())], out / "said", os.environ).wait(280)
-    assert done == 0, (out / "said").read_text()
+
+    @functools.cache
+    def train(stage: int) -> None:
+        if stage:
+            train(0)
+        said, stories = out / f"{stage}.said", by_stage(stage) if stage else others()
+        assert ranks.start(PROGRAM, [out, json.dumps(stories)], said, os.environ).wait(240) == 0, said.read_text()
 
     def of(name: str) -> SimpleNamespace:
+        train(next((stage for stage in ZERO if f"zero-{stage}" in name), 0))
         home = out / name
         error = (home / "error").read_text() if (home / "error").exists() else ""
         lines = [json.loads(line) for line in (home / "metrics" / "rank-0.jsonl").read_text().splitlines()]
@@ -114,14 +129,16 @@ def test_a_step_that_is_not_finite_changes_nothing(trained, stage, what):
     assert told(trained, f"zero-{stage}-{what}", "loss") == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_average_of_parameters_is_that_of_replicas_and_goes_on(trained, same_bits):
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_average_of_parameters_is_that_of_replicas_and_goes_on(trained, same_bits, stage):
     expected = told(trained, "ddp-ema", "ema_loss", kind="validation")
-    assert told(trained, "zero-1-ema", "ema_loss", kind="validation") == pytest.approx(expected, rel=1e-5)
-    same_bits(*(trained(f"zero-1-ema{each}").home / "checkpoints" / "step-5" for each in ("", "-on")))
+    assert told(trained, f"zero-{stage}-ema", "ema_loss", kind="validation") == pytest.approx(expected, rel=1e-5)
+    same_bits(*(trained(f"zero-{stage}-ema{each}").home / "checkpoints" / "step-5" for each in ("", "-on")))
 
 
-def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained):
-    assert "`gain`" in trained("scalars").error
+@pytest.mark.parametrize("stage", ZERO)
+def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained, stage):
+    assert "`gain`" in trained(f"zero-{stage}-scalars").error
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What test_deepspeed.py looks at: trainings by DeepSpeed's ZeRO and by others, one after the other, by forked ranks.
 
-`zero_stages.py OUT STORIES`: of finetunes.py, by the number of ranks. All packages are imported once, before ranks are
-forked.
+`zero_stages.py OUT STORIES`: STORIES is JSON, for each number of ranks and name {resume, settings...}; `resume`: from
+step 3 of another one. It writes into OUT/NAME/, and what was refused into OUT/NAME/error. All packages are imported
+once, before ranks are forked.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+import products
 import torch
-from finetunes import train
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.data.base import Batch
+from mgpu_train.errors import TrainError
 from mgpu_train.tasks.base import Loss
 from products import Chain, Rotation
 from saves import ranks
@@ -80,6 +83,14 @@ class BadGradient(BadLoss):
     def spoiled(self, loss: Loss, model: nn.Module) -> Loss:
         """The slope of a root at nothing is infinite."""
         return Loss(loss.total + (0 * loss.total).sqrt(), loss.weight, loss.values)
+
+
+def train(out: Path, name: str, place: parallel.Place, resume: str | None = None, **settings: Any) -> None:
+    """One of them."""
+    try:
+        products.train(out, name, resume, place, **settings)
+    except TrainError as error:
+        (out / name / "error").write_text(str(error))
 
 
 def main() -> None:
