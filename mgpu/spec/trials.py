@@ -29,7 +29,7 @@ RANGE = 1e-6, 1.0  # rates that no loss falls with yet, and that most models div
 # what changes how fast a model learns its samples, and not which samples, or by which rule
 TUNABLE = (
     *("micro_batch", "activation_checkpointing", "compile", "strategy", "tensor_parallel", "pipeline_parallel"),
-    *("context_parallel", "replicas", "precision", "threads", "loader_threads"),
+    *("context_parallel", "replicas", "zero_stage", "precision", "threads", "loader_threads"),
 )
 
 

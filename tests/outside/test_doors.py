@@ -106,7 +106,7 @@ def test_their_keys_are_keys_of_the_run_file(beside):
     ]
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert train["task"]["anyOf"][0]["enum"] == ["diffusion", "hf", "lm", "parity", "recommender", "vision"]
-    assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "hsdp", "single"]
+    assert train["strategy"]["enum"] == ["byhand", "ddp", "deepspeed", "fsdp", "hsdp", "single"]
     ours = {"apprise", "command", "github", "gitlab", "jsonl", "webhook"}
     assert set(schema["$defs"]["Sinks"]["properties"]) == {*ours, "bell"}
     assert schema["$defs"]["YardOptions"]["properties"]["disk"]["enum"] == ["ssd", "nvme"]
@@ -244,7 +244,7 @@ def test_mistakes_in_what_is_trained_are_told_like_any_other(beside):
     said = beside.mgpu("plan", code=2)
     for words in (
         "`party` is not one of diffusion, hf, lm, parity, recommender, vision",
-        "`byhnad` is not one of byhand, ddp, fsdp, hsdp, single",
+        "`byhnad` is not one of byhand, ddp, deepspeed, fsdp, hsdp, single",
     ):
         assert words in said, said
 

@@ -120,7 +120,7 @@ def test_weights_that_are_one_stay_one(out):
         ("no-module", "nowhere.task:Parity cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
         ("no-module", "`code:` of the run file sends a folder and installs requirements"),
         ("no-name", "`train.task`: `partiy` is not one of diffusion, hf, lm, recommender, vision"),
-        ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, fsdp, hsdp, single"),
+        ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, deepspeed, fsdp, hsdp, single"),
         ("starved", "`train.micro_batch: auto`: not even 1 at a time: with it rank"),
         ("unknown", "`train.micro_batch: auto`: this system does not say how much memory"),
         ("no-sequences", "`train.context_parallel`: Parity does not say how ranks share its sequences"),

@@ -32,6 +32,7 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 FP8_CAPABILITY = 8.9  # compute capability of the first GPUs whose matrix units take numbers of 8 bits
 ActivationCheckpointing = Literal["none", "selective", "full"]
 OptimizerName = Literal["adamw", "adamw8bit", "muon"]
+ZeroStage = Literal[1, 2, 3]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
@@ -192,7 +193,13 @@ class Training(Model):
     )
     strategy: Brought = Field(
         "ddp",
-        description="single: one copy of the model; ddp: replicas; fsdp: sharded (FSDP2); hsdp: replicas of shards",
+        description="single: one copy of the model; ddp: replicas; fsdp: sharded (FSDP2); hsdp: replicas of shards; "
+        "deepspeed: DeepSpeed's ZeRO",
+    )
+    zero_stage: ZeroStage = Field(
+        2,
+        description="strategy deepspeed: what ranks share out; 1: the optimizer's state; 2: gradients, too; 3: "
+        "parameters, too",
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer; neighbours of one node")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the model's blocks are cut into (1F1B)")
@@ -287,6 +294,22 @@ class Training(Model):
                 "`precision: fp8` computes the layers that `options.lora.quantize_base` keeps in 4 bits: take bf16, or "
                 "leave `quantize_base` out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _deepspeed_can(self) -> Training:
+        lora = self.options.get("lora")
+        cannot = {
+            f"`precision: {self.precision}` (take bf16, or fp32)": self.precision in ("fp16", "fp8"),
+            f"`optimizer: {self.optimizer}` (take adamw)": self.optimizer != "adamw",
+            "`micro_batch: auto` (say how many samples)": self.micro_batch == "auto",
+            "`compile`": self.compile,
+            "`ema` with `zero_stage: 3` (take 2)": self.ema is not None and self.zero_stage == 3,
+            "`options.lora.quantize_base`": isinstance(lora, dict) and bool(lora.get("quantize_base")),
+        }
+        if self.strategy == "deepspeed" and any(cannot.values()):
+            said = ", ".join(key for key, refused in cannot.items() if refused)
+            raise ValueError(f"`strategy: deepspeed` does not go with {said}. Strategy fsdp goes with all of it")
         return self
 
     @model_validator(mode="after")

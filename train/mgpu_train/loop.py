@@ -98,6 +98,7 @@ class Trainer:
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
         self.model, layout = initial.spread(self.strategy, self.task, config)
+        self.parameters = sum(each.numel() for each in self.model.parameters())  # an engine may empty them
         optimizers = optim.make(self.model, layout, config)
         self.ema = Average(self.model, config.ema) if config.ema else None
         learned = (each for each in self.model.parameters() if each.requires_grad)
@@ -110,7 +111,7 @@ class Trainer:
             copied = 0 if gpu or job.checkpoint is None else copied_bytes(state, place, writers)
             found = fit.largest(self.slices.size, optimizers.held_bytes + copied)
             self.slices, self.loader.waited_s = replace(self.slices, micro_batch=found), 0.0
-        self.engine = engine_of(place)(
+        self.engine = engine_of(self.strategy)(
             self.task,
             self.model,
             self.strategy,
@@ -375,7 +376,7 @@ class Trainer:
         kind = f"{self.config.strategy} on {self.place.world_size} x {self.place.device.type}"
         log.info("%s, %d threads each, %s, %d samples a pass", kind, self.threads, self.policy.name, self.slices.size)
         samples = len(self.data), len(self.validation_data)
-        self.report.start(self.model, samples, self.job.attempt, resumed, self.slices.size)
+        self.report.start(self.parameters, samples, self.job.attempt, resumed, self.slices.size)
         if self.folders.resume is not None:
             log.info("resumed at step %d from %s", resumed, self.folders.resume)
             for change in meta.differences(self.folders.resume, self.meta):

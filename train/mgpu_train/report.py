@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from mgpu_train.checkpoint.distributed.saver import Outcome
 from mgpu_train.config import TrainConfig
@@ -49,13 +48,12 @@ class Report:
         self._losses: tuple[int, dict[str, Any]] = (0, {})  # the newest step with its loss, and its validation
 
     def start(
-        self, model: nn.Module, samples: tuple[int, int], attempt: int, resumed_step: int | None, micro_batch: int
+        self, parameters: int, samples: tuple[int, int], attempt: int, resumed_step: int | None, micro_batch: int
     ) -> None:
-        """Training begins; `samples` of training and of validation."""
+        """Training begins; `parameters` are the model's numbers, `samples` those of training and of validation."""
         facts = self._task.facts()
         of_run = {"steps": self._config.steps, "world_size": self._world_size, "resumed_step": resumed_step}
         self._lines.write("start", **{**facts, "attempt": attempt, **of_run, "micro_batch": micro_batch})
-        parameters = sum(parameter.numel() for parameter in model.parameters())
         log.info("%d parameters, %d + %d samples", parameters, *samples)
         if facts:
             log.info("%s", ", ".join(f"{name} {value:g}" for name, value in facts.items()))

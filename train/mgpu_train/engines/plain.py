@@ -36,6 +36,7 @@ class Plain(Engine):
         """`micro_batches` of each step; `did` is called after each."""
         self.task, self.model, self.strategy, self.optimizers = task, model, strategy, optimizers
         self._clip_norm, self._count, self._did = clip_norm, micro_batches, did
+        self._called = model  # by the task
         self._buffers = Buffers(model)
         self._scale = LossScale(strategy.place) if strategy.policy.scaled else None
 
@@ -45,17 +46,21 @@ class Plain(Engine):
         sums = Sums()
         for number, (batch, empty) in enumerate(_filled(batches), 1):
             with self.strategy.forward_pass(self.model, reduce=number == self._count):
-                loss = self.task.loss(self.model, batch)
+                loss = self.task.loss(self._called, batch)
                 if empty:
                     loss = loss.nothing
                 total = loss.total
                 if self._scale is not None:
                     self._scale.begin(loss.weight)
                     total = self._scale.up(total)
-                total.backward()
+                self._backward(total)
             sums.add(loss)
             self._did()
         return sums
+
+    def _backward(self, total: Tensor) -> None:
+        """Of one micro-batch."""
+        total.backward()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch | None]) -> Sums:
@@ -63,7 +68,7 @@ class Plain(Engine):
         sums = Sums()
         for batch, empty in _filled(batches):
             with self.strategy.forward_pass(self.model, reduce=False):
-                loss = self.task.evaluate(self.model, batch)
+                loss = self.task.evaluate(self._called, batch)
             sums.add(loss.nothing if empty else loss)
             self._did()
         return sums

@@ -21,9 +21,12 @@ from mgpu_train.tasks.base import Layout
 
 class Strategy(ABC):
     """How a model is spread over ranks. `shards`: `apply` takes a model without values, on the meta device, and leaves
-    DTensors of it, which get their values afterwards; no rank ever has the whole model."""
+    DTensors of it, which get their values afterwards; no rank ever has the whole model. `engine`: the import path of
+    what does backward and update in the way that the strategy needs (`mgpu_train.engines.plain.Plain`, or a class
+    derived from it); None: as for any other."""
 
     shards: bool = False
+    engine: str | None = None
 
     def __init__(self, place: Place, policy: Policy) -> None:
         self.place, self.policy = place, policy

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mgpu_train import entries
-from mgpu_train.config import Training
+from mgpu_train.config import Training, ZeroStage
 from mgpu_train.entries import Entries
 
 GROUP = "mgpu_train.strategies"
@@ -30,12 +30,13 @@ class Sizes:
     pipeline: int = 1  # stages of blocks
     replicas: int | None = None  # of strategy hsdp; None: one a node
     context: int = 1  # copies of the model that share each sequence
+    zero_stage: ZeroStage = 2  # of strategy deepspeed
 
     @staticmethod
     def of(train: Training, world_size: int, nodes: int) -> Sizes:
         """As a run file says."""
         parts = train.tensor_parallel, train.pipeline_parallel
-        return Sizes(world_size, nodes, *parts, train.replicas, train.context_parallel)
+        return Sizes(world_size, nodes, *parts, train.replicas, train.context_parallel, train.zero_stage)
 
     @property
     def data(self) -> int:
@@ -82,6 +83,15 @@ def _groups(sizes: Sizes) -> str | None:
     )
 
 
+def _shared_layers(sizes: Sizes) -> str | None:
+    if sizes.data == sizes.world_size:
+        return None
+    return (
+        "deepspeed shares out whole layers alone: leave tensor_parallel and pipeline_parallel at 1, or use fsdp, which "
+        "goes with both"
+    )
+
+
 @dataclass(frozen=True)
 class StrategyEntry:
     """What an entry of the group names. The entry's own name is what a run file says in `train.strategy`."""
@@ -95,8 +105,10 @@ SINGLE = StrategyEntry("mgpu_train.strategies.single:Single", refuse=_several)
 DDP = StrategyEntry("mgpu_train.strategies.ddp:Replicas")
 FSDP = StrategyEntry("mgpu_train.strategies.fsdp:Shards", sharded=True)
 HSDP = StrategyEntry("mgpu_train.strategies.fsdp:Groups", refuse=_groups, sharded=True)
+DEEPSPEED = StrategyEntry("mgpu_train.strategies.deepspeed:DeepSpeed", refuse=_shared_layers, sharded=True)
 
-OURS = {"single": SINGLE, "ddp": DDP, "fsdp": FSDP, "hsdp": HSDP}  # by name, since a node has no entry points of ours
+# by name, since a node has no entry points of ours
+OURS = {"single": SINGLE, "ddp": DDP, "fsdp": FSDP, "hsdp": HSDP, "deepspeed": DEEPSPEED}
 
 
 @functools.cache

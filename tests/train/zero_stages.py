@@ -1,0 +1,114 @@
+"""What test_deepspeed.py looks at: trainings by DeepSpeed's ZeRO and by others, one after the other, by forked ranks.
+
+`zero_stages.py OUT STORIES`: STORIES is JSON, for each number of ranks and name {resume, settings...}; `resume`: from
+step 3 of another one. It writes into OUT/NAME/, and what was refused into OUT/NAME/error. All packages are imported
+once, before ranks are forked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import products
+import torch
+from mgpu_train import parallel
+from mgpu_train.checkpoint.distributed import dcp
+from mgpu_train.data.base import Batch
+from mgpu_train.errors import TrainError
+from mgpu_train.tasks.base import Loss
+from products import Chain, Rotation
+from saves import ranks
+from torch import nn
+
+BAD_STEP = 2  # of training
+
+
+class Odd(Chain):
+    """With a parameter of one row and two names, one that learns nothing, and one of this shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gain, self.row = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(1, 6))
+        self.still = nn.Parameter(torch.empty(3), requires_grad=False)
+        self.same = self.row
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """(B, 6) -> (B, 6)."""
+        return super().forward(given + self.row) * self.gain + self.still.sum()
+
+
+class Oddities(Rotation):
+    """Rotation's data."""
+
+    def model(self) -> nn.Module:
+        return Odd(1)
+
+    def initialise(self, model: nn.Module) -> None:
+        super().initialise(model)
+        for value, name in enumerate(("gain", "row", "still"), 1):
+            nn.init.constant_(model.get_parameter(name), value / 2)
+
+
+class Scalars(Oddities):
+    """With a parameter of no dimension."""
+
+    def model(self) -> nn.Module:
+        return Odd()
+
+
+class BadLoss(Rotation):
+    """The loss of one step is infinite, and its gradient is as good as any."""
+
+    def __init__(self, *given: object, **named: object) -> None:
+        super().__init__(*given, **named)  # type: ignore[arg-type]
+        self.steps = 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        loss = super().loss(model, batch)
+        self.steps += model.training
+        return self.spoiled(loss, model) if model.training and self.steps == BAD_STEP else loss
+
+    def spoiled(self, loss: Loss, model: nn.Module) -> Loss:
+        """What comes of it."""
+        return Loss(loss.total + torch.inf, loss.weight, loss.values)
+
+
+class BadGradient(BadLoss):
+    """The gradient of one step is no number, and its loss is as good as any."""
+
+    def spoiled(self, loss: Loss, model: nn.Module) -> Loss:
+        """The slope of a root at nothing is infinite."""
+        return Loss(loss.total + (0 * loss.total).sqrt(), loss.weight, loss.values)
+
+
+def train(out: Path, name: str, place: parallel.Place, resume: str | None = None, **settings: Any) -> None:
+    """One of them."""
+    try:
+        products.train(out, name, resume, place, **settings)
+    except TrainError as error:
+        (out / name / "error").write_text(str(error))
+
+
+def main() -> None:
+    """All of them."""
+    out, stories = Path(sys.argv[1]), json.loads(sys.argv[2])
+    os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy says, but that it is imported before
+    import deepspeed  # noqa: F401
+
+    dcp.import_dcp()
+    for count, told in stories.items():
+
+        def each(place: parallel.Place, told: dict = told) -> None:
+            for name, story in told.items():
+                train(out, name, place, **story)
+
+        assert ranks(int(count), each) == [0] * int(count)
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main()
