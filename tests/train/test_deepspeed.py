@@ -154,9 +154,9 @@ def test_all_that_does_not_go_with_it_is_told_before_anything_is_rented():
     TrainConfig.model_validate({"strategy": "fsdp", "zero_stage": 3, **given})
 
 
-@pytest.mark.parametrize("sizes", [Sizes(4, tensor=2), Sizes(4, pipeline=2)])
+@pytest.mark.parametrize("sizes", [Sizes(4, tensor=2), Sizes(4, pipeline=2), Sizes(4, context=2)])
 def test_ranks_that_share_a_layer_or_a_model_are_refused(sizes):
-    assert "tensor_parallel and pipeline_parallel" in (entry.DEEPSPEED.refuse(sizes) or "")
+    assert "leave tensor_parallel, pipeline_parallel and context_parallel at 1" in (entry.DEEPSPEED.refuse(sizes) or "")
     assert entry.DEEPSPEED.refuse(Sizes(4)) is None
 
 

@@ -194,12 +194,9 @@ class Record(Document):
     first_metrics: dict[str, float] = field(default_factory=dict)  # the first ones of what validations measure
     checkpoint_id: str | None = None
     checkpoint_step: int = -1
-    # checkpoints that nodes of this launch read and found damaged, by id with the problem: no attempt begins from them
-    damaged: dict[str, str] = field(default_factory=dict)
-    # by checkpoint, who has read it as damaged: ids of machines, and `mgpu.run.supervision.damage.OPERATOR`
-    damage_told: dict[str, list[str]] = field(default_factory=dict)
-    # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`
-    saves: dict[str, float] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)  # checkpoints by id, what is wrong: no attempt begins there
+    damage_told: dict[str, list[str]] = field(default_factory=dict)  # by checkpoint: machines, damage.OPERATOR
+    saves: dict[str, float] = field(default_factory=dict)  # node 0's newest: `stall_s`, `save_s`; `failed`, `skipped`
     node_phases: list[str] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     agent_seconds: dict[str, float] = field(default_factory=dict)  # node 0's own phases, within `training`
@@ -214,8 +211,7 @@ class Record(Document):
     image_labels: dict[str, str] = field(default_factory=dict)  # those of mgpu's: what it fits
     fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
     outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
-    # rows of `--smoke`, `--tune` or `--lr-range`: as `mgpu.run.view` has them
-    trials: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[dict[str, Any]] = field(default_factory=list)  # of `--smoke`, `--tune`, `--lr-range`: see run.view
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did
