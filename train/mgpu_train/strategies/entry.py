@@ -87,8 +87,8 @@ def _shared_layers(sizes: Sizes) -> str | None:
     if sizes.data == sizes.world_size:
         return None
     return (
-        "deepspeed shares out whole layers alone: leave tensor_parallel, pipeline_parallel and context_parallel at 1, or "
-        "use fsdp, which goes with all three"
+        "deepspeed shares out whole layers alone: leave tensor_parallel, pipeline_parallel and context_parallel at 1, "
+        "or use fsdp, which goes with all three"
     )
 
 
