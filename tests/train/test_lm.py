@@ -81,7 +81,8 @@ def test_what_is_compiled_with_the_blocks_is_the_loss_of_logits(tokens, monkeypa
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
     given = TrainConfig.model_validate({"tokens": tokens, "seq_len": 16, "model": MODELS["tied"], "compile": True})
-    task, place = lm.LM(LmOptions.model_validate(given.task_options)), SimpleNamespace(device=torch.device("cpu"))
+    task = lm.LM(LmOptions.model_validate(given.task_options))
+    place = SimpleNamespace(device=torch.device("cpu"), context=1)
     alone: Any = SimpleNamespace(shards=False, place=place, policy=Policy(), apply=lambda model, layout: model)
     model, _ = initial.spread(alone, task, given)
     task.loss(model, task.data("train").batch([0, 1], [0, 0]))
