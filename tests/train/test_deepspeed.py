@@ -26,7 +26,7 @@ PROGRAM = Path(__file__).with_name("zero_stages.py")
 DDP: dict[str, Any] = {"task": "zero_stages:Oddities", "strategy": "ddp"}
 ZERO: dict[int, dict[str, Any]] = {
     1: {**DDP, "strategy": "deepspeed", "zero_stage": 1, "micro_batch": 2},
-    2: {**DDP, "strategy": "deepspeed", "zero_stage": 2, "micro_batch": 2},
+    2: {**DDP, "strategy": "deepspeed", "zero_stage": 2, "micro_batch": 2, "activation_checkpointing": "selective"},
     3: {**DDP, "strategy": "deepspeed", "zero_stage": 3, "activation_checkpointing": "full"},
 }
 LM: dict[str, Any] = {
@@ -146,11 +146,13 @@ def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained, stage):
 
 def test_all_that_does_not_go_with_it_is_told_before_anything_is_rented():
     given: dict[str, Any] = {"precision": "fp16", "optimizer": "muon", "micro_batch": "auto", "compile": True}
+    given |= {"activation_checkpointing": "selective"}
     with pytest.raises(ValidationError) as raised:
         TrainConfig.model_validate({"strategy": "deepspeed", "zero_stage": 3, "ema": 0.9, **given})
     said = str(raised.value)
-    assert all(word in said for word in ("precision: fp16", "optimizer: muon", "micro_batch: auto", "compile", "ema"))
-    TrainConfig.model_validate({"strategy": "deepspeed", "ema": 0.9})
+    keys = ("precision: fp16", "optimizer: muon", "micro_batch: auto", "`compile`", "`ema`", "selective` with `zero_st")
+    assert all(key in said for key in keys)
+    TrainConfig.model_validate({"strategy": "deepspeed", "ema": 0.9, "activation_checkpointing": "selective"})
     TrainConfig.model_validate({"strategy": "fsdp", "zero_stage": 3, **given})
 
 

@@ -298,13 +298,16 @@ class Training(Model):
 
     @model_validator(mode="after")
     def _deepspeed_can(self) -> Training:
-        lora = self.options.get("lora")
+        lora, whole = self.options.get("lora"), self.zero_stage < 3
         cannot = {
             f"`precision: {self.precision}` (take bf16, or fp32)": self.precision in ("fp16", "fp8"),
             f"`optimizer: {self.optimizer}` (take adamw)": self.optimizer != "adamw",
             "`micro_batch: auto` (say how many samples)": self.micro_batch == "auto",
             "`compile`": self.compile,
-            "`ema` with `zero_stage: 3` (take 2)": self.ema is not None and self.zero_stage == 3,
+            "`ema` with `zero_stage: 3` (take 2)": self.ema is not None and not whole,
+            "`activation_checkpointing: selective` with `zero_stage: 3` (take full)": (
+                self.activation_checkpointing == "selective" and not whole
+            ),
             "`options.lora.quantize_base`": isinstance(lora, dict) and bool(lora.get("quantize_base")),
         }
         if self.strategy == "deepspeed" and any(cannot.values()):

@@ -20,7 +20,8 @@ from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
 from mgpu_train.strategies.deepspeed import DeepSpeed as Strategy
 from mgpu_train.tasks.base import Batch
 
-BUCKET = 500_000_000  # numbers that are exchanged at a time, at most: DeepSpeed's own, which takes it at once
+# numbers that are exchanged at a time, at most: 0.8 GB that DeepSpeed takes at once, and twice where it overlaps
+BUCKET = 200_000_000
 
 
 class DeepSpeed(Plain):

@@ -87,7 +87,7 @@ class Moments:
         self._learned = _learned(model)
         shapes = {name: getattr(each, "ds_shape", each.shape) for name, each in self._learned.items()}
         self._copies = _Copies(place, {f"{name}.{key}": shape for name, shape in shapes.items() for key in MOMENTS})
-        for flat in self._flat:  # as AdamW begins; it would do so at its first step
+        for flat in self._flat:  # as AdamW begins, which does so at its first step
             begin = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
             zero.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **begin}
         if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # of stages 1 and 2: parameters know their part
