@@ -443,7 +443,10 @@ def shares_of(states: list[dict[str, Any]], stages: int = 1) -> list[dict[str, A
     """What each rank saves, of what each holds."""
     count = len(states)
     met, told = threading.Barrier(count), [None] * count
-    places = [Met(each, each, count, CPU, None, None, 1, stages, None, met, told) for each in range(count)]  # type: ignore[arg-type]
+    places = [
+        Met(each, each, count, CPU, None, None, pipeline=stages, met=met, told=told)  # type: ignore[arg-type]
+        for each in range(count)
+    ]
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(_share, states, places))
 
