@@ -546,11 +546,14 @@ def test_a_program_is_kept_whole_and_finds_the_plugin_of_the_machine_that_it_is_
         ("run.py", "p/run.py", "run.py"),
         ("../shared", "shared/__main__.py", "program"),
         ("../shared/run.py", "shared/run.py", "program/run.py"),
+        ("link", "p/real/__main__.py", "real"),
+        ("link/run.py", "p/real/run.py", "real/run.py"),
     ],
 )
 def test_a_program_of_the_users_own_is_kept_wherever_its_settings_say_that_it_is(tmp_path, main, program, kept_as):
     folder, kept = tmp_path / "p", tmp_path / "kept"
     folder.mkdir()
+    (folder / "link").symlink_to("real")
     (tmp_path / program).parent.mkdir(exist_ok=True)
     (tmp_path / program).write_text("x = 1")
     (folder / "Pulumi.yaml").write_text(yaml.safe_dump({"name": "n", "runtime": "python", "main": main}))
