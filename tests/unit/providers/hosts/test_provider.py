@@ -10,6 +10,7 @@ import pytest
 from mgpu.errors import AuthError, InvalidRequest, ProviderError, Transient
 from mgpu.providers.base import Handle, NodePhase
 from mgpu.providers.hosts import provider as module
+from mgpu.providers.hosts.options import Host
 from mgpu.providers.hosts.provider import REGION, HostsProvider
 from mgpu.providers.hosts.ssh import Client, Mute
 
@@ -58,3 +59,20 @@ def test_a_host_without_its_python_is_told_once_after_the_hard_cap_and_then_give
     (node,) = provider.describe(handle).nodes
     assert (node.phase, "given up" in node.reason) == (NodePhase.TERMINATED, True)
     assert provider.destroy(handle), "for good"
+
+
+def test_each_of_several_hosts_without_their_python_is_named_before_it_is_given_up(monkeypatch, xdg):
+    def ask(_: Client, host: Host, *__: object, **___: object) -> None:
+        raise (Mute if host.address != "gpu0" else InvalidRequest)(f"host {host.address} does not do it", "no python3")
+
+    monkeypatch.setattr(Client, "ask", ask)
+    nodes = tuple(f"gpu{rank}/0f0f0f0f0f-{rank}.{int(time.time() - 60)}" for rank in range(3))
+    handle = Handle(provider="hosts", region=REGION, fleet="f", generation=1, token="0f" * 20, ids=nodes, made_at=0)
+    provider = HostsProvider({"addresses": "gpu0,gpu1,gpu2"})
+    with pytest.raises(Mute) as caught:
+        provider.destroy(handle)
+    assert caught.value.what == "host gpu1 does not do it; host gpu2 does not do it"
+    assert caught.value.why.count("no python3") == 1
+    with pytest.raises(InvalidRequest, match="gpu0"):  # which is not given up
+        provider.destroy(handle)
+    assert provider.destroy(handle, nodes[1:])
