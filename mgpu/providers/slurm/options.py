@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Self
@@ -31,6 +32,8 @@ def _line(text: str) -> str:
 
 _Folder = Annotated[str, form(_PATH, "absolute or ~/..., of letters, digits and `._/+@=-`")]
 _Line = Annotated[Text, AfterValidator(_line)]
+# as stacks of before have it, too: one that is named otherwise now is no other cluster
+_File = Annotated[File, AfterValidator(os.path.expanduser)]
 
 
 class SlurmOptions(ProviderOptions):
@@ -41,7 +44,7 @@ class SlurmOptions(ProviderOptions):
     login: _Login | None = Field(
         None, description="login node, by your own ssh and its configuration (default: Slurm's commands run here)"
     )
-    ssh_config: File | None = Field(
+    ssh_config: _File | None = Field(
         None, description="file for `ssh -F`, relative to the run file (default: your own configuration)"
     )
     partition: _Name | None = Field(None, description="--partition (default: each that fits is an offer)")
@@ -80,8 +83,7 @@ class SlurmOptions(ProviderOptions):
         """With the configuration of ssh where it is, for processes that run elsewhere."""
         if not self.ssh_config:
             return self
-        found = (folder / Path(self.ssh_config).expanduser()).absolute()
-        return self.model_copy(update={"ssh_config": str(found)})
+        return self.model_copy(update={"ssh_config": str((folder / self.ssh_config).absolute())})
 
     def shares_files(self) -> bool:
         """On a login node mgpu sees what the nodes see; from elsewhere it does not."""
