@@ -240,7 +240,7 @@ class _Reader:
             self._arg(each)
         elif each.name == "ENV" and self.stages:
             for name, value in zip(each.args[::3], each.args[1::3], strict=True):
-                self.inner[-1][name] = self._filled(value, self.inner[-1])
+                self.inner[-1][name] = self._filled(value, self.inner[-1], unknown="*")
         elif each.name == "WORKDIR" and self.stages:
             self.folders[-1] = self._place(each.args)
         elif each.name in ("COPY", "ADD") and self.stages:
@@ -266,7 +266,8 @@ class _Reader:
         for word in each.args:
             name, has_default, default = word.partition("=")
             self.known.add(name)
-            value = self._filled(default, values) if has_default else self.outer.get(name)
+            unknown = "*" if self.inner else ""  # the base image may have what no line of this file sets
+            value = self._filled(default, values, unknown) if has_default else self.outer.get(name)
             value = self.args.get(name, value)
             if value is not None:
                 values[name] = value
