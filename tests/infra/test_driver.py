@@ -18,13 +18,22 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu import errors
 from mgpu.backend import location
-from mgpu.errors import InputError, Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
+from mgpu.errors import (
+    InputError,
+    Interrupted,
+    InvalidRequest,
+    NoCapacity,
+    QuotaExceeded,
+    StackError,
+    TeardownIncomplete,
+)
 from mgpu.events import Note, Warned
 from mgpu.iac import environment, failures, outputs, tokens
 from mgpu.iac.engine import install, process, project, state_file
 from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.stack import Stack, current_stack
+from mgpu.providers.hosts.ssh import Mute
 
 GOOD = {
     "version": 1,
@@ -241,6 +250,12 @@ def test_nothing_of_a_providers_error_is_lost(lines, facts):
     got = failures.parse(failures.describe(NoCapacity(*lines, **facts)).replace("\n", "\n    "))
     sent = NoCapacity(lines[0], lines[1].replace("\n\n", "\n"), lines[2], **facts)
     assert vars(got) == vars(sent)
+
+
+def test_a_providers_own_kind_crosses_as_the_one_that_it_is_of():
+    sent = Mute("host gpu1 has no python3", "", "Install it.", scope="offer")
+    got = failures.parse(failures.describe(sent))
+    assert (type(got), vars(got)) == (InvalidRequest, vars(sent))
 
 
 @pytest.mark.parametrize("name", ["MgpuError", "Exception", "Scope", "no_such"])
