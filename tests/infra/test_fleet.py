@@ -169,14 +169,6 @@ def test_an_option_at_its_default_is_one_that_is_left_out(wire, at, kind, before
     assert list(found.diffs) == ["options"] * differs
 
 
-@pytest.mark.parametrize("kind", [FLEET, tokens.FLEET_GUARD])
-def test_a_file_in_the_users_home_is_the_same_one_however_it_is_named(wire, at, kind):
-    """Stacks of before have it as it was written: a gang that trains is not replaced for that."""
-    inputs = {"provider": "slurm", "owner": "o", "image": ""}
-    before, now = ({"login": "me@c", "ssh_config": each} for each in ("~/.ssh/c", str(Path.home() / ".ssh/c")))
-    assert not wire.diff(at(kind), inputs | {"options": before}, {}, inputs | {"options": now}).diffs
-
-
 def test_no_two_stacks_of_two_projects_are_one_fleet(wire, at, fake):
     stood = set[str]()
     for project, stack in (("llm", "ft-dev"), ("llm-ft", "dev"), ("llm", "dev"), ("mgpu", "llm-dev")):

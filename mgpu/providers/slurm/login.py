@@ -83,7 +83,7 @@ class Login:
 
     def ssh(self, *arguments: str) -> tuple[str, ...]:
         """The user's own ssh, which asks nothing, to the login node."""
-        config = ("-F", self.options.ssh_config) if self.options.ssh_config else ()
+        config = ("-F", os.path.expanduser(self.options.ssh_config)) if self.options.ssh_config else ()  # noqa: PTH111
         return ("ssh", *config, *_QUIET, *arguments)
 
     def said(self, script: str, *words: str, files: str = "", doing: str = "ask Slurm") -> list[str]:

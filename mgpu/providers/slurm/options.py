@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Self
@@ -32,8 +31,6 @@ def _line(text: str) -> str:
 
 _Folder = Annotated[str, form(_PATH, "absolute or ~/..., of letters, digits and `._/+@=-`")]
 _Line = Annotated[Text, AfterValidator(_line)]
-# as stacks of before have it, too: one that is named otherwise now is no other cluster
-_File = Annotated[File, AfterValidator(os.path.expanduser)]
 
 
 class SlurmOptions(ProviderOptions):
@@ -44,7 +41,7 @@ class SlurmOptions(ProviderOptions):
     login: _Login | None = Field(
         None, description="login node, by your own ssh and its configuration (default: Slurm's commands run here)"
     )
-    ssh_config: _File | None = Field(
+    ssh_config: File | None = Field(
         None, description="file for `ssh -F`, relative to the run file (default: your own configuration)"
     )
     partition: _Name | None = Field(None, description="--partition (default: each that fits is an offer)")
@@ -80,8 +77,9 @@ class SlurmOptions(ProviderOptions):
             yield "gpus_per_node", "is needed beside `slurm.gres` with GPUs: how many processes a node has"
 
     def in_folder(self, folder: Path) -> Self:
-        """With the configuration of ssh where it is, for processes that run elsewhere."""
-        if not self.ssh_config:
+        """With the configuration of ssh where it is, for processes that run elsewhere. One below ~ stays as it is
+        written, also for other machines: whoever goes on there asks by the same tokens for the same."""
+        if not self.ssh_config or self.ssh_config.startswith("~"):
             return self
         return self.model_copy(update={"ssh_config": str((folder / self.ssh_config).absolute())})
 
