@@ -209,7 +209,7 @@ class HostsProvider(Provider):
     ) -> dict[str, Any] | str:
         """The record of one host that was taken, or why it was not, in words."""
         host, node = it
-        name, who = f"{token[:10]}-{rank}", f"{getpass.getuser()}@{os.uname().nodename}"
+        name, who = f"{token[:10]}-{rank}", f"{_user()}@{os.uname().nodename}"
         record = {"name": name, "token": token, "rank": rank, "size": request.requirements.nodes, "asked": asked}
         record |= {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
         take = request.model_dump(include={"lease_s", "hard_cap_s", "ends_by"}) | {"key": request.ssh_public_key}
@@ -395,6 +395,13 @@ def _for_the_last_time(errors: Sequence[Mute]) -> Mute:
     cure = 'Look there by hand (docs/hosts.md, "how to clean up"). `mgpu down` once more takes it as given up.'
     what, said = ("; ".join(each.what for each in errors), dict.fromkeys(each.why for each in errors if each.why))
     return Mute(what, "\n".join((*said, why)), cure, scope="offer")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return str(os.getuid())
 
 
 @contextmanager
