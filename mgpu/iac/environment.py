@@ -122,7 +122,7 @@ def make_passphrase() -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _create_once(path, secrets.token_urlsafe(32) + "\n")
-    if not path.read_text(encoding="utf-8").strip():
+    if not path.read_bytes().strip():  # it may be a user's own, in any encoding
         raise StackError(
             f"The passphrase file {path} is empty.",
             "An empty passphrase protects nothing: the secrets in every stack's state would lie open.",

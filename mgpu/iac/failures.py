@@ -37,7 +37,9 @@ def describe(error: MgpuError) -> str:
     facts: dict[str, object] = {"why": len(_lines(error.why)), "next": len(_lines(error.next_step))}
     if isinstance(error, ProviderError):
         facts |= {"scope": error.scope} | ({} if error.retry_after is None else {"retry_after": error.retry_after})
-    return f"{error}\n[mgpu:{type(error).__name__} {' '.join(f'{name}={fact}' for name, fact in facts.items())}]"
+    # a provider may have kinds of its own, of which the driver knows nothing
+    kind = next(each.__name__ for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
+    return f"{error}\n[mgpu:{kind} {' '.join(f'{name}={fact}' for name, fact in facts.items())}]"
 
 
 def parse(text: str) -> MgpuError | None:

@@ -69,11 +69,11 @@ def exportable(name: str) -> bool:
     return name.isascii() and name.isidentifier() and name not in BASHS_OWN
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces a file at once, readable for its owner alone."""
+def write(path: Path, text: str | bytes) -> None:
+    """Replaces a file at once, readable for its owner alone. Text is UTF-8."""
     new = path.with_name(path.name + ".new")
     new.touch(mode=0o600)
-    new.write_text(text, encoding="utf-8")
+    new.write_bytes(text if isinstance(text, bytes) else text.encode())
     new.replace(path)
 
 
@@ -155,8 +155,8 @@ class Keeper:
         own = {**own, "HOME": str(self.home), "TMPDIR": str(self.folder / "tmp"), MARK: self.id}
         own |= {name: os.environ[name] for name in self.kept if name in os.environ}
         lines = [f"export {name}={shlex.quote(value)}\n" for name, value in own.items() if exportable(name)]
-        write(self.folder / "environment", "".join(lines))
-        write(self.folder / "session", SESSION.format(folder=self.folder, sftp=tool("sftp-server")))
+        write(self.folder / "environment", os.fsencode("".join(lines)))  # each byte as the job has it
+        write(self.folder / "session", os.fsencode(SESSION.format(folder=self.folder, sftp=tool("sftp-server"))))
         write(self.folder / "authorized_keys", self.terms.ssh_public_key + "\n")
         key = ("-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(self.folder / "host_key"))
         if subprocess.run([tool("ssh-keygen"), *key], check=False).returncode:
@@ -170,7 +170,7 @@ class Keeper:
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 self.port = probe.getsockname()[1]
-            write(self.folder / "sshd_config", SSHD.format(folder=self.folder, port=self.port))
+            write(self.folder / "sshd_config", os.fsencode(SSHD.format(folder=self.folder, port=self.port)))
             self.revive()
             if self.answers():
                 return

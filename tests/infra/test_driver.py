@@ -18,13 +18,22 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu import errors
 from mgpu.backend import location
-from mgpu.errors import InputError, Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
+from mgpu.errors import (
+    InputError,
+    Interrupted,
+    InvalidRequest,
+    NoCapacity,
+    QuotaExceeded,
+    StackError,
+    TeardownIncomplete,
+)
 from mgpu.events import Note, Warned
 from mgpu.iac import environment, failures, outputs, tokens
 from mgpu.iac.engine import install, process, project, state_file
 from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.stack import Stack, current_stack
+from mgpu.providers.hosts.ssh import Mute
 
 GOOD = {
     "version": 1,
@@ -241,6 +250,12 @@ def test_nothing_of_a_providers_error_is_lost(lines, facts):
     got = failures.parse(failures.describe(NoCapacity(*lines, **facts)).replace("\n", "\n    "))
     sent = NoCapacity(lines[0], lines[1].replace("\n\n", "\n"), lines[2], **facts)
     assert vars(got) == vars(sent)
+
+
+def test_a_providers_own_kind_crosses_as_the_one_that_it_is_of():
+    sent = Mute("host gpu1 has no python3", "", "Install it.", scope="offer")
+    got = failures.parse(failures.describe(sent))
+    assert (type(got), vars(got)) == (InvalidRequest, vars(sent))
 
 
 @pytest.mark.parametrize("name", ["MgpuError", "Exception", "Scope", "no_such"])
@@ -546,11 +561,14 @@ def test_a_program_is_kept_whole_and_finds_the_plugin_of_the_machine_that_it_is_
         ("run.py", "p/run.py", "run.py"),
         ("../shared", "shared/__main__.py", "program"),
         ("../shared/run.py", "shared/run.py", "program/run.py"),
+        ("link", "p/real/__main__.py", "real"),
+        ("link/run.py", "p/real/run.py", "real/run.py"),
     ],
 )
 def test_a_program_of_the_users_own_is_kept_wherever_its_settings_say_that_it_is(tmp_path, main, program, kept_as):
     folder, kept = tmp_path / "p", tmp_path / "kept"
     folder.mkdir()
+    (folder / "link").symlink_to("real")
     (tmp_path / program).parent.mkdir(exist_ok=True)
     (tmp_path / program).write_text("x = 1")
     (folder / "Pulumi.yaml").write_text(yaml.safe_dump({"name": "n", "runtime": "python", "main": main}))

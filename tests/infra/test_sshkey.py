@@ -73,6 +73,7 @@ def test_what_a_create_that_was_cut_off_wrote_is_taken_over(wire, here):
 def test_a_key_of_the_users_is_never_taken_nor_overwritten(wire, here, tmp_path):
     file = tmp_path / "id_ed25519"
     file.write_text("mine")
+    file.with_suffix(".pub").write_bytes("ssh-ed25519 AAAA jürgen@here\n".encode("latin-1"))
     with pytest.raises(grpc.RpcError) as refused:
         wire.create(here, wire.inputs(here, {"path": str(file)}))
     assert "exists already" in refused.value.details()

@@ -117,13 +117,13 @@ def keep_program(project: Path, dest: Path) -> None:
     settings, root = yaml.safe_load(text), project.resolve()
     main = (root / str(settings.get("main") or ".")).resolve()  # a folder, or the file that is run
     source = main.parent if main.is_file() else main
-    below = source.relative_to(root) if source.is_relative_to(root) else None
-    place = dest / (below or "program")
+    inside = source.relative_to(root) if source.is_relative_to(root) else Path("program")
+    kept_as = inside / main.relative_to(source)
     shutil.rmtree(dest, ignore_errors=True)
-    place.mkdir(parents=True, mode=0o700)
-    scan(source).write_to(place)
-    if below is None:  # beside the settings it would not be kept with them
-        text = yaml.safe_dump(settings | {"main": str(Path("program", main.relative_to(source)))}, sort_keys=False)
+    (dest / inside).mkdir(parents=True, mode=0o700)
+    scan(source).write_to(dest / inside)
+    if kept_as != Path(str(settings.get("main") or ".")):  # beside the settings, behind a link, a path of this machine
+        text = yaml.safe_dump(settings | {"main": str(kept_as)}, sort_keys=False)
     (dest / "Pulumi.yaml").write_text(text, encoding="utf-8")
 
 

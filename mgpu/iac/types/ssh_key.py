@@ -148,7 +148,7 @@ def _foreign(file: Path) -> InputError:
 
 def _read(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")  # it may be a user's own, with a name in any encoding
     except (FileNotFoundError, NotADirectoryError):
         return None
 

@@ -136,8 +136,8 @@ def resolve(
     """What each name means: by its own digest; else the engine's own image of that name; else as the registry has it.
 
     `engine`: what it has, `pinned` where that came from a registry, which is asked by `glance` then: the engine's copy
-    counts only where that does not answer, and `tell` is told so; or where it is `unsure`, and the registry has
-    never had it. `registry` is asked for what the engine lacks.
+    counts only where that does not answer, or where it is `unsure`, and the registry does not have it, be it that it
+    never had; `tell` is told of both. `registry` is asked for what the engine lacks.
 
     Raises:
         ImageError: nobody has it, and why not.
@@ -194,6 +194,10 @@ def _resolved(
     try:
         if digest := (registry if here is None else glance)(name):
             if here is not None and here.unsure and digest != here.digest and _only_here(reference, here, glance):
+                tell(
+                    f"base image {name}: the Docker engine's is built on, which {reference.registry} does not have: "
+                    f"what has that name there is another one; `docker pull {name}` takes that"
+                )
                 return BaseImage(here.digest, pinned=False)
             return BaseImage(digest, pinned=True)
         silent = f"{reference.registry} does not have it"
@@ -240,7 +244,7 @@ class _Reader:
             self._arg(each)
         elif each.name == "ENV" and self.stages:
             for name, value in zip(each.args[::3], each.args[1::3], strict=True):
-                self.inner[-1][name] = self._filled(value, self.inner[-1])
+                self.inner[-1][name] = self._filled(value, self.inner[-1], unknown="*")
         elif each.name == "WORKDIR" and self.stages:
             self.folders[-1] = self._place(each.args)
         elif each.name in ("COPY", "ADD") and self.stages:
@@ -266,7 +270,8 @@ class _Reader:
         for word in each.args:
             name, has_default, default = word.partition("=")
             self.known.add(name)
-            value = self._filled(default, values) if has_default else self.outer.get(name)
+            unknown = "*" if self.inner else ""  # the base image may have what no line of this file sets
+            value = self._filled(default, values, unknown) if has_default else self.outer.get(name)
             value = self.args.get(name, value)
             if value is not None:
                 values[name] = value

@@ -149,9 +149,15 @@ class HostsProvider(Provider):
         wanted = handle.ids if nodes is None else nodes
         found = self._each_id(wanted, lambda host, name: self._client.ask(host, {**request, "names": [name]}))
         gone = [self._gone(each, answer) for each, answer in found]
-        for (each, answer), over in zip(found, gone, strict=True):  # after all have been asked, and looked at
-            if not over and isinstance(answer, ProviderError) and not isinstance(answer, Transient):
-                raise _for_the_last_time(answer) if isinstance(answer, Mute) and _late(each) else answer
+        failed = [  # told after all have been asked, and looked at
+            (each, answer)
+            for (each, answer), over in zip(found, gone, strict=True)
+            if not over and isinstance(answer, ProviderError) and not isinstance(answer, Transient)
+        ]
+        if mute := [answer for each, answer in failed if isinstance(answer, Mute) and _late(each)]:
+            raise _for_the_last_time(mute)  # first: what else there is says so again
+        if failed:
+            raise failed[0][1]
         return all(gone)
 
     def _gone(self, each: str, answer: dict[str, Any] | ProviderError) -> bool:
@@ -203,7 +209,7 @@ class HostsProvider(Provider):
     ) -> dict[str, Any] | str:
         """The record of one host that was taken, or why it was not, in words."""
         host, node = it
-        name, who = f"{token[:10]}-{rank}", f"{getpass.getuser()}@{os.uname().nodename}"
+        name, who = f"{token[:10]}-{rank}", f"{_user()}@{os.uname().nodename}"
         record = {"name": name, "token": token, "rank": rank, "size": request.requirements.nodes, "asked": asked}
         record |= {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
         take = request.model_dump(include={"lease_s", "hard_cap_s", "ends_by"}) | {"key": request.ssh_public_key}
@@ -384,10 +390,18 @@ def _given_up(each: str) -> bool:
         return False
 
 
-def _for_the_last_time(error: Mute) -> Mute:
+def _for_the_last_time(errors: Sequence[Mute]) -> Mute:
     why = "Its hard cap is over, but without a Python its own clock cannot end what ran there, and nobody can look."
     cure = 'Look there by hand (docs/hosts.md, "how to clean up"). `mgpu down` once more takes it as given up.'
-    return Mute(error.what, f"{error.why}\n{why}".strip(), cure, scope="offer")
+    what, said = ("; ".join(each.what for each in errors), dict.fromkeys(each.why for each in errors if each.why))
+    return Mute(what, "\n".join((*said, why)), cure, scope="offer")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return str(os.getuid())
 
 
 @contextmanager

@@ -55,6 +55,7 @@ _NO_NETWORK = (
     r"|EOF|TLS handshake|max retries|temporar|deadline exceeded|unavailable|\b50[0234]\b|throttl|too many requests"
 )
 _NO_LOGIN = r"log(ged)?[ -]?(in|on)|sso|expired|authenticat|invalid_grant|executable \S+ not found|no such|credential"
+_NO_WORD = (AuthError, Transient, AmbiguousCreate)  # after which nobody knows whether a log-in is good
 _PREFIX = "mgpu-kube-"
 _SOCKET_NAME = 80  # bytes of a folder's name that leave room for a socket's
 _SAID = 8  # lines of kubectl's that are kept
@@ -234,7 +235,7 @@ def dial(access: Access, seconds: float) -> socket.socket:
 
 def _renewed(access: Access, refused: _Proxy | None, ask: Callable[[], str], error: AuthError) -> str:
     """What is answered to a kubectl that has read the log-in anew, after one that was `refused`. It takes that one's
-    place when it is answered: until then the connections to pods stand, which outlive the log-in that made them."""
+    place when it is let in: until then the connections to pods stand, which outlive the log-in that made them."""
     with _renewing:
         with _lock:
             is_new = refused is None or _proxies.get(access) is not refused
@@ -244,17 +245,21 @@ def _renewed(access: Access, refused: _Proxy | None, ask: Callable[[], str], err
                 del _proxies[access]
         if refused is None or is_new:
             return ask()
+        over: _Proxy | None = refused
         try:
-            answer = ask()
-        except BaseException:
+            return ask()
+        except BaseException as failure:
             with _lock:
-                new, _proxies[access] = _proxies.get(access), refused
-                _again_at[access] = time.monotonic() + _RENEW_S
-            if new is not None:
-                new.close()
+                new = _proxies.get(access)
+                # any other word is the API server's, to one whom it has let in
+                if new is None or isinstance(failure, _NO_WORD) or not isinstance(failure, Exception):
+                    over, _proxies[access] = new, refused
+                if isinstance(failure, AuthError):
+                    _again_at[access] = time.monotonic() + _RENEW_S
             raise
-        refused.close()
-        return answer
+        finally:
+            if over is not None:
+                over.close()
 
 
 def said(access: Access) -> str:

@@ -77,11 +77,11 @@ class SlurmOptions(ProviderOptions):
             yield "gpus_per_node", "is needed beside `slurm.gres` with GPUs: how many processes a node has"
 
     def in_folder(self, folder: Path) -> Self:
-        """With the configuration of ssh where it is, for processes that run elsewhere."""
-        if not self.ssh_config:
+        """With the configuration of ssh where it is, for processes that run elsewhere. One below ~ stays as it is
+        written, also for other machines: whoever goes on there asks by the same tokens for the same."""
+        if not self.ssh_config or self.ssh_config.startswith("~"):
             return self
-        found = (folder / Path(self.ssh_config).expanduser()).absolute()
-        return self.model_copy(update={"ssh_config": str(found)})
+        return self.model_copy(update={"ssh_config": str((folder / self.ssh_config).absolute())})
 
     def shares_files(self) -> bool:
         """On a login node mgpu sees what the nodes see; from elsewhere it does not."""

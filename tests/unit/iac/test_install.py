@@ -476,6 +476,13 @@ def test_an_empty_passphrase_is_refused_and_left_as_it_is(content):
     assert path.read_text() == content
 
 
+def test_a_passphrase_of_the_users_own_may_be_in_any_encoding():
+    path = environment.passphrase_file()
+    path.parent.mkdir(parents=True)
+    path.write_bytes("für mich\n".encode("latin-1"))
+    assert environment.make_passphrase() == path
+
+
 def test_a_passphrase_that_others_could_read_is_closed():
     path = environment.make_passphrase()
     path.chmod(0o644)

@@ -180,6 +180,8 @@ def test_a_stage_between_two_carries_on():
         "FROM a AS code\nWORKDIR app\nCOPY . ./x",
         "FROM a AS code\nWORKDIR $HOME/app\nCOPY . .",
         "FROM a AS code\nWORKDIR /srv\nCOPY . $APP",
+        "FROM a AS code\nENV APP=$HOME/app\nCOPY . $APP",
+        "FROM a AS code\nARG APP=/srv/$NAME\nWORKDIR $APP\nCOPY . .",
         "FROM a AS first\nFROM first AS code\nCOPY . .",
         "FROM a AS first\nCOPY . .\nFROM a AS code\nCOPY --from=first /workspace /o",
     ],
@@ -190,7 +192,14 @@ def test_a_folder_that_only_a_base_image_names_may_be_any(code):
     assert "by WORKDIR" in said
 
 
-@pytest.mark.parametrize("code", ["FROM scratch AS code\nCOPY . .", "FROM a AS code\nWORKDIR /srv\nCOPY . app"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "FROM scratch AS code\nCOPY . .",
+        "FROM a AS code\nWORKDIR /srv\nCOPY . app",
+        "FROM a AS code\nARG NAME=x\nENV APP=/srv/$NAME\nCOPY . $APP",
+    ],
+)
 def test_a_folder_that_the_dockerfile_names_is_known(code):
     whole = f"{THROWN}{code}\nFROM a\nCOPY --from=code /workspace /workspace\n"
     assert not refused(whole)

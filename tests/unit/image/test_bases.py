@@ -150,7 +150,10 @@ OTHER = "sha256:" + "e" * 64
     ],
 )
 def test_an_engine_that_gives_its_own_images_digests_keeps_its_own(there, expected):
-    assert resolve("a", {"a": UNSURE}.get, glance=there.get) == expected
+    """Or a copy of one that the registry has let go of: who wants the new one is told."""
+    told = list[str]()
+    assert resolve("a", {"a": UNSURE}.get, glance=there.get, tell=told.append) == expected
+    assert ["`docker pull a`" in each for each in told] == [True] * (not expected.pinned)
 
 
 def test_whether_an_image_is_the_engines_own_is_not_known_without_the_registry():

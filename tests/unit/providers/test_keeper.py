@@ -15,11 +15,11 @@ from mgpu.providers.keeper import Keeper, Terms
 def test_a_session_runs_whatever_the_jobs_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str):
     for name in ("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO", "größe"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("MODULEPATH", "/opt/it's here\n/opt/b")
+    monkeypatch.setenv("MODULEPATH", os.fsdecode(b"/opt/it's here\n/opt/b\xfc"))  # a Latin-1 name on a UTF-8 machine
     keeper = Keeper("n-0", tmp_path / "node", tmp_path, Terms(300, 600, 0, "ssh-ed25519 AAAA"))
     keeper.furnish()
     (tmp_path / "sh").symlink_to(f"/bin/{shell}")
     asked = {"PATH": os.environ["PATH"], "SSH_ORIGINAL_COMMAND": 'echo "$MGPU_INSTANCE in $HOME: $MODULEPATH"'}
     argv = [tmp_path / "sh", keeper.folder / "session"]
-    done = subprocess.run(argv, env=asked, capture_output=True, text=True, timeout=10)
-    assert done.stdout == f"n-0 in {keeper.home}: /opt/it's here\n/opt/b\n", done.stderr
+    done = subprocess.run(argv, env=asked, capture_output=True, timeout=10)
+    assert done.stdout == f"n-0 in {keeper.home}: /opt/it's here\n/opt/b".encode() + b"\xfc\n", done.stderr

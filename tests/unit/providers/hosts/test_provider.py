@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 
 from mgpu.errors import AuthError, InvalidRequest, ProviderError, Transient
-from mgpu.providers.base import Handle, NodePhase
+from mgpu.plan.model import Requirements
+from mgpu.providers.base import FleetRequest, Handle, NodePhase
 from mgpu.providers.hosts import provider as module
+from mgpu.providers.hosts.options import Host
 from mgpu.providers.hosts.provider import REGION, HostsProvider
 from mgpu.providers.hosts.ssh import Client, Mute
 
@@ -58,3 +61,37 @@ def test_a_host_without_its_python_is_told_once_after_the_hard_cap_and_then_give
     (node,) = provider.describe(handle).nodes
     assert (node.phase, "given up" in node.reason) == (NodePhase.TERMINATED, True)
     assert provider.destroy(handle), "for good"
+
+
+def test_each_of_several_hosts_without_their_python_is_named_before_it_is_given_up(monkeypatch, xdg):
+    def ask(_: Client, host: Host, *__: object, **___: object) -> None:
+        raise (Mute if host.address != "gpu0" else InvalidRequest)(f"host {host.address} does not do it", "no python3")
+
+    monkeypatch.setattr(Client, "ask", ask)
+    nodes = tuple(f"gpu{rank}/0f0f0f0f0f-{rank}.{int(time.time() - 60)}" for rank in range(3))
+    handle = Handle(provider="hosts", region=REGION, fleet="f", generation=1, token="0f" * 20, ids=nodes, made_at=0)
+    provider = HostsProvider({"addresses": "gpu0,gpu1,gpu2"})
+    with pytest.raises(Mute) as caught:
+        provider.destroy(handle)
+    assert caught.value.what == "host gpu1 does not do it; host gpu2 does not do it"
+    assert caught.value.why.count("no python3") == 1
+    with pytest.raises(InvalidRequest, match="gpu0"):  # which is not given up
+        provider.destroy(handle)
+    assert provider.destroy(handle, nodes[1:])
+
+
+def test_a_user_without_a_name_takes_hosts_by_its_number(monkeypatch):
+    def ask(_: Client, __: Host, asked: dict[str, Any], **___: object) -> dict[str, Any]:
+        return {"held": asked["record"]}
+
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(Client, "ask", ask)
+    monkeypatch.setattr(module.getpass, "getuser", unknown)
+    needed = Requirements(provider="hosts", max_price_usd_per_hour=1, max_hours=1)
+    about = {"fleet": "f", "generation": 1, "owner": "o", "ssh_public_key": "k", "lease_s": 60, "hard_cap_s": 60}
+    request = FleetRequest.model_validate({**about, "requirements": needed})
+    taken = HostsProvider({"addresses": "gpu1"})._take(request, "0f" * 20, "", 0, (Host(address="gpu1"), {}))
+    assert isinstance(taken, dict)
+    assert taken["by"] == f"{os.getuid()}@{os.uname().nodename}"

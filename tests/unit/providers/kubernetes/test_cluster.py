@@ -22,7 +22,7 @@ from waiting import until
 
 from mgpu.errors import AmbiguousCreate, AuthError, InvalidRequest, Transient
 from mgpu.providers.kubernetes import cluster
-from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, close_all, refused
+from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Missing, close_all, refused
 
 Program = Callable[[str], None]
 HELPER = "getting credentials: exec: executable aws failed with exit code 255"
@@ -264,6 +264,24 @@ def test_a_renewed_log_in_reaches_a_process_that_runs(logged_in: list[int]):
     assert Cluster(Access()).get("/x") == {}
     assert cluster._proxies[Access()] is not first
     until(lambda: not lives(first))
+
+
+def test_a_renewed_log_in_holds_though_what_is_asked_for_first_is_not_there(logged_in: list[int]):
+    logged_in[:] = [401, 404]
+    first = cluster._proxies[Access()] = cluster._Proxy(Access())
+    for _ in range(2):
+        with pytest.raises(Missing):
+            Cluster(Access()).get("/x")
+    until(lambda: not lives(first))
+
+
+def test_a_server_that_is_busy_says_nothing_of_a_renewed_log_in(logged_in: list[int]):
+    logged_in[:] = [401, 503, 200]
+    first = cluster._proxies[Access()] = cluster._Proxy(Access())
+    with pytest.raises(Transient):
+        Cluster(Access()).get("/x")
+    assert lives(first)
+    assert Cluster(Access()).get("/x") == {}
 
 
 def test_connections_to_pods_outlive_a_log_in_that_is_over(logged_in: list[int], monkeypatch: pytest.MonkeyPatch):
