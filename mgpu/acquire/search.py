@@ -289,7 +289,7 @@ class Search:
                 if isinstance(error, AuthError) and told != last:
                     told = last
                     self.emit(Warned(f"{last}; what was asked for stays in the queue. {error.next_step}".rstrip()))
-                self._pause(max(trouble.next(error), _LOG_IN_S if told else 0.0))
+                self._pause(max(trouble.next(error), _LOG_IN_S if isinstance(error, AuthError) else 0.0))
 
     def _go_on(self, last: str = "") -> None:
         """Raises when the search was cancelled or its time is up; `last` is the newest trouble."""
