@@ -34,7 +34,9 @@ class Over:
             self.log.begin_attempt(attempt, f"writer-{attempt}")
         world.commit(url, "run-1", attempt=2, writer="writer-2", step=20)
         self.store.put(keys.pack("run-1", "a002-step-30", 1, 0), b"half of it")
-        self.fields = {"store": url, "attempt": 2, "checkpoint_id": "a002-step-20", "checkpoint_step": 20}
+        self.fields = {
+            "store": url, "attempt": 2, "writer": "writer-2", "checkpoint_id": "a002-step-20", "checkpoint_step": 20,
+        }  # fmt: skip
 
     def record(self, **more):
         fields = self.fields | {"state": State.FAILED, "teardown": "confirmed"} | more
@@ -65,6 +67,9 @@ LONG_AGO = {"hard_cap_at": 1000.0, "lease_until": 900.0}
         ({"teardown": "kept", **LONG_AGO, "lease_until": time.time() - 60}, BOTH),
         ({"teardown": "not ours", **LONG_AGO}, BOTH[:1]),
         ({"attempt": 1}, BOTH),
+        # queued again: its attempt was on a kept fleet, of which nothing is known any more
+        ({"writer": ""}, BOTH),
+        ({"writer": "", **LONG_AGO}, BOTH),
     ],
 )
 def test_parts_of_an_attempt_without_an_end_go_once_nothing_can_commit_them(over, how, left):
