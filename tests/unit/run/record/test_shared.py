@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from mgpu.backend.location import Backend
 from mgpu.errors import StackError, TakenOver
 from mgpu.run.record import record as records
 from mgpu.run.record import shared
-from mgpu.run.record.folder import Folder
+from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.supervisor_lock import hold, unheld
 
@@ -375,6 +376,37 @@ def test_a_submission_that_never_came_is_dropped_once_it_is_surely_over(team: Te
             busy.close()
             monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
             assert (records.every(fresh=True) == []) is (by != "its state")
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "before it is locked"])
+def test_two_commands_may_drop_the_same_submission(team: Team, monkeypatch, when: str):
+    monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
+    with team.on("a"):
+        with monkeypatch.context() as patched:
+            never_came(patched)
+        name = "_version" if when == "before it is looked at" else "unheld"
+        real = getattr(shared, name)
+
+        def other(given: Any) -> Any:
+            if given != runs() / ".opening":
+                shutil.rmtree(Folder(RUN).root)
+                monkeypatch.setattr(shared, name, real)
+            return real(given)
+
+        monkeypatch.setattr(shared, name, other)
+        assert records.every(fresh=True) == []
+
+
+def test_a_run_that_another_command_removes_while_records_are_read_is_none(xdg: Path, monkeypatch):
+    records.save(run())
+    real = records._read
+
+    def removed(path: Path) -> Record:
+        shutil.rmtree(path.parent)
+        return real(path)
+
+    monkeypatch.setattr(records, "_read", removed)
+    assert records.ids() == []
 
 
 def test_of_a_resumed_run_whose_submission_never_came_the_backend_has_what_was_before(team: Team, monkeypatch):
