@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu.errors import InputError
+from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Note
 from mgpu.run.budget import costs
 from mgpu.run.job import operator_store
@@ -123,7 +123,7 @@ def tidy_store(record: Record, emit: Emit) -> None:
             remove_parts(store, record.run_id, log=log, over=attempts_over(record, log, time.time()))
         elif record.outputs is not None and record.attempt > 1:
             outputs.drop_superseded(store, record.run_id)
-    except (StoreError, ValueError) as error:
+    except (StoreError, MgpuError, ValueError) as error:  # a provider that cannot be used here, too: the run is over
         what = "outputs of older attempts" if succeeded else "parts of checkpoints that were not committed"
         emit(Note(f"{what} stay in {record.store}/{record.run_id}: {error}"))
 

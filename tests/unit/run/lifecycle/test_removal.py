@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
@@ -11,7 +12,9 @@ from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.store.file import FileStore
 
+from mgpu.errors import InputError
 from mgpu.events import Note
+from mgpu.run.job import operator_store
 from mgpu.run.lifecycle.removal import attempts_over, tidy_store
 from mgpu.run.record.record import State
 
@@ -110,6 +113,17 @@ def test_a_store_that_cannot_be_read_is_told(over, monkeypatch):
     tidy_store(over.record(), over.world.events.append)
     (told,) = over.world.of(Note)
     assert told.text == f"parts of checkpoints that were not committed stay in {over.url}/run-1: it is away"
+
+
+def test_a_provider_that_opens_no_store_here_changes_no_end(over, monkeypatch):
+    """A candidate whose package this machine does not have: the machines are gone, and the exit code is said."""
+    monkeypatch.setattr(
+        operator_store, "_opened", Mock(side_effect=InputError("provider x does not work", "no module"))
+    )
+    tidy_store(over.record(), over.world.events.append)
+    (told,) = over.world.of(Note)
+    assert "parts of checkpoints that were not committed stay" in told.text
+    assert "no module" in told.text
 
 
 def test_a_launch_that_fails_leaves_no_parts(project):
