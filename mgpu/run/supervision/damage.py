@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from mgpu.errors import RemoteError
+from mgpu.errors import InputError, ProviderError, RemoteError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.nodeset import NodeSet
@@ -105,7 +105,7 @@ def _whole(session: Session, nodes: NodeSet, checkpoint_id: str, clock: Callable
             log = CommitLog(store, record.run_id)
             found = [commit for commit in log.checkpoints() if commit.checkpoint_id == checkpoint_id]
             return not problems_of(store, log, found[0], deep=True, progress=progress) if found else None
-        except (_Enough, StoreError) as error:
+        except (_Enough, StoreError, InputError, ProviderError) as error:
             why = str(error) or f"that takes longer than {READ_S:g} s, or the run is to end"
             session.emit(Warned(f"{checkpoint_id} could not be read here to see whether it is damaged: {why}"))
             return None
