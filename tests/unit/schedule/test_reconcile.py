@@ -593,6 +593,31 @@ def test_one_that_cannot_be_started_ends_no_other(commands, monkeypatch):
     assert (looked["b"].error or {})["why"] == "Resource temporarily unavailable"
 
 
+@pytest.mark.parametrize("thread", [0, 1])
+def test_one_that_no_thread_can_follow_is_ended_and_ends_no_other(commands, monkeypatch, thread: int):
+    commands |= {"a": "exec sleep 100", "b": 'echo \'{"state": "running"}\''}
+    start, numbers, processes = threading.Thread.start, iter(range(9)), list[subprocess.Popen[str]]()
+    popen = subprocess.Popen
+
+    def full(this: threading.Thread) -> None:
+        if next(numbers) == thread:
+            raise RuntimeError("can't start new thread")
+        start(this)
+
+    def began(*args: Any, **more: Any) -> Any:
+        processes.append(popen(*args, **more))
+        return processes[-1]
+
+    monkeypatch.setattr(supervisors.subprocess, "Popen", began)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    found = Supervisors(lambda _: None)
+    for run in "ab":
+        found.begin(Need(run, "queued"), 0.0)
+    looked = ended(found)
+    assert {run: (each.state, each.exit_code) for run, each in looked.items()} == {"a": (None, 4), "b": ("running", 0)}
+    assert [process.poll() for process in processes] == [-9, 0]
+
+
 def test_of_those_that_watch_none_waits_for_another(commands, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisors, "_AT_ONCE", 1)
     found = Supervisors(lambda _: None)
