@@ -566,9 +566,12 @@ def _send_stop_of(store: Store, run_id: str) -> None:
         asked = folder.stop.read_bytes()
         if not asked.startswith(_NOT_SENT):
             return
-        if asked.removeprefix(_NOT_SENT) not in (b"", _use(folder)):  # empty: nobody knew
+        known, use = _said(folder.record), asked.removeprefix(_NOT_SENT)
+        # empty: nobody knew, or an earlier mgpu has written it
+        earlier = use != _use(folder) if use else folder.stop.stat().st_mtime < (known.get("submitted_at") or 0.0)
+        if earlier:
             folder.stop.unlink()
-        elif (known := _said(folder.record)) and known.get("ended_at") is None:
+        elif known and known.get("ended_at") is None:
             _send_stop(store, run_id)
 
 

@@ -333,6 +333,19 @@ def test_a_stop_that_did_not_come_is_sent_by_the_next_look_for_a_supervisor_else
             assert Folder(RUN).stop.exists()
 
 
+@pytest.mark.parametrize("submitted_s_later", [-99, 99])
+def test_a_stop_that_an_earlier_mgpu_has_left_is_for_runs_that_were_submitted_before(team: Team, submitted_s_later):
+    """It has written down nothing of the use of the run that was to end."""
+    with team.on("b"):
+        records.save(run(state=State.RUNNING, submitted_at=time.time() + submitted_s_later))
+    with team.on("a"):
+        shared.pull()
+        Folder(RUN).stop.write_bytes(b"asked for on this machine\n")
+        shared.pull(fresh=True)
+        sent = location.current().shared.stat(f"stops/{RUN}") is not None
+        assert (sent, Folder(RUN).stop.exists()) == ((submitted_s_later < 0,) * 2)
+
+
 @pytest.mark.parametrize("over", [{"state": State.FAILED, "ended_at": 9.0}, {"submitted_at": time.time() + 99}])
 def test_a_stop_that_comes_too_late_is_not_sent(team: Team, monkeypatch, over: dict[str, Any]):
     with team.on("a"):
