@@ -31,7 +31,10 @@ def judge(
     session: Session, fleet: StackOutput, nodes: NodeSet, ended: Ended, clock: Callable[[], float] = time.monotonic
 ) -> Ended:
     """The end of an attempt in which nodes have called checkpoints damaged. The record has those that are, from which
-    no attempt begins; machines whose word is not believed are among the lost ones, to be replaced."""
+    no attempt begins; machines whose word is not believed are among the lost ones, to be replaced. After what a limit
+    has stopped no attempt begins at all: its machines do not wait for it."""
+    if ended.stopped_by:
+        return ended
     by_id = defaultdict[str, list[Damage]](list)
     for each in ended.damaged:
         by_id[each.checkpoint_id].append(each)

@@ -18,6 +18,7 @@ from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import damage
+from mgpu.run.supervision.limits import StopReason
 from mgpu.run.supervision.supervisor import Damage, Ended
 
 X, Y = "a001-step-10", "a001-step-20"
@@ -118,6 +119,12 @@ def test_the_machines_wait_for_the_operators_reading_for_a_while_only(judged, wh
     judged.of(X, 1, clock=lambda: next(times) if why == "late" else 0.0)
     assert judged.damaged == [X]
     assert any("could not be read here" in each.text for each in judged.world.of(Warned))
+
+
+def test_machines_of_a_run_that_a_limit_has_stopped_wait_for_no_reading(judged, monkeypatch):
+    monkeypatch.setattr(damage, "_whole", lambda *_: pytest.fail("its machines are billed beyond the limit"))
+    stopped = Ended(False, "x", Fault.STOPPED, StopReason.BUDGET, damaged=(Damage(1, X, "resume: it is damaged"),))
+    assert damage.judge(judged.session, judged.fleet, judged.nodes, stopped) == stopped
 
 
 def test_an_operator_that_cannot_open_the_store_believes_the_machine(judged, monkeypatch):
