@@ -522,7 +522,7 @@ def _read(path: Path) -> Record:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",
             f"{path}: {error}",
-            "Its machines, if there are any, stand in `mgpu ls`; `mgpu down --stack NAME` gives them back.",
+            "Use the newer mgpu that wrote it; else end what `mgpu ls` shows of it, and move its folder away.",
         ) from error
 
 

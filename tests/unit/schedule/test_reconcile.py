@@ -447,6 +447,9 @@ def test_a_run_whose_record_cannot_be_read_is_not_passed_over_in_silence(nights)
     assert [(each.what, each.exit_code) for each in report.failures] == [
         ("the record of run it-1125-abcde cannot be read", 2)
     ]
+    assert "move its folder away" in report.failures[0].next_step
+    Folder("it-1125-abcde").root.rename(nights.world.folder / "away")
+    assert nights.works().failures == [], "passes do not fail for ever"
 
 
 def test_who_watches_outlives_a_backend_that_is_away_and_tries_a_run_again_later(nights, monkeypatch):
