@@ -498,6 +498,7 @@ def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_r
     assert [(each.what, "Mars/Olympus" in each.why) for each in report.failures] == [
         ("schedule mars cannot be read here", True)
     ]
+    assert "tzdata" in report.failures[0].next_step, "to remove it would take it from machines that know the zone"
     assert nights.outcomes == ["running"]
     assert "schedule mars cannot be read here" in mgpu("schedule", "ls").stderr
     save = nights.world.record("mars-1125-abcde", state=State.RUNNING, schedule="mars")
