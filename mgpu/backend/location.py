@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,8 @@ def _told_of_silence(address: str, what: str) -> Iterator[None]:
         return
     timer = threading.Timer(_SILENCE_S, _say_silence, (_tell, address, what))
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # there is no thread left for it: the command goes on in silence
+        timer.start()
     try:
         yield
     finally:

@@ -52,6 +52,7 @@ class Outbox:
     def __init__(self, whose: str, sink: str) -> None:
         self._waiting, self._told = f"{_OUTBOX}{whose}/{sink}/", f"{whose}/told/{sink}/"
         self._unmarked = set[str]()  # keys of what this one has delivered
+        self._not_kept = ""  # the newest that did not come into the backend
 
     def keep(self, ident: str, at: float, message: Message) -> None:
         """Has it wait, unless it waits already or was delivered. `at`: UNIX seconds, the order of delivery. Raises
@@ -59,6 +60,7 @@ class Outbox:
         from mgpu_train.store import Ambiguous
 
         key, data = f"{self._waiting}{at:015.3f}-{ident}.json", _claimed({"version": 1, "message": message}, "")
+        self._not_kept = ""
         try:
             with _backend() as store:
                 for _ in range(_TRIES):
@@ -72,6 +74,7 @@ class Outbox:
                         store.put_if_absent(key, data)
                         return
         except StackError as error:
+            self._not_kept = ident
             raise NotKept(f"{error.what} ({error.why})") from error
         raise NotKept(f"{_TRIES} answers of the backend were lost")
 
@@ -87,11 +90,15 @@ class Outbox:
         """Whether this machine has told a message while it could not be kept."""
         return _noted(f"{self._told}{ident}")
 
-    def took(self, ident: str, who: str) -> bool:
-        """Whether one of several who are told of a message has taken it, as far as the backend says."""
+    def taken(self, ident: str) -> frozenset[str] | None:
+        """Who of several that are told of a message has taken it; None: the backend does not say, and is not asked for
+        what did not come into it a moment ago."""
+        if ident == self._not_kept:
+            return None
+        mark = f"{self._told}{ident}."
         with suppress(StackError), _backend() as store:
-            return store.stat(f"{self._told}{ident}.{who}") is not None
-        return False
+            return frozenset(found.key.removeprefix(mark) for found in store.list(mark))
+        return None
 
     def note_taken(self, ident: str, who: str) -> None:
         """Notes that one of several has taken a message, which the others may get later; a backend that is away cannot:

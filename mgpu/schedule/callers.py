@@ -335,11 +335,13 @@ def fields(every_s: float) -> str:
 
 def _crontab() -> list[str]:
     try:
-        return Command(("crontab", "-l")).run().splitlines()
+        # cron's own lines: Python's end with a form feed, too, and with others that a comment may hold
+        lines = Command(("crontab", "-l")).run().split("\n")
     except StackError as error:
         if "no crontab" in error.why.lower():  # nobody has made one yet
             return []
         raise
+    return lines if lines[-1] else lines[:-1]
 
 
 def require_bucket(option: str) -> None:

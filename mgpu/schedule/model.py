@@ -142,7 +142,8 @@ class Schedule(Document):
 
 def parsed(data: bytes, name: str) -> Schedule:
     """A schedule as it was kept. Raises Damaged, and InputError: it is of another version."""
-    cure = f"If a newer mgpu has written it, use that; else remove it (`mgpu schedule rm {name}`), and add it again."
+    again = f"remove it (`mgpu schedule rm {name}`), and add it again."
+    cure = f"If a newer mgpu has written it, use that; else {again}"
     try:
         whole = json.loads(data)
         if (version := whole.pop("version")) != VERSION:
@@ -159,6 +160,7 @@ def parsed(data: bytes, name: str) -> Schedule:
     try:
         found.times  # noqa: B018  whoever decides needs them, for all schedules at once
     except InputError as error:
+        cure = f"Other machines may know it: `pip install --upgrade tzdata` here. If none does, {again}"
         raise Damaged(f"schedule {name} cannot be read here", f"{error.what}: {error.why}", cure) from error
     return found
 

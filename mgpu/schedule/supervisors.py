@@ -118,15 +118,24 @@ class Supervisors:
         while self._waiting and (len(self._at_work) < _AT_ONCE or self._waiting[0][1]):
             need, watch_s = self._waiting.popleft()
             try:
-                process = self._started(need, watch_s)
-            except OSError as error:  # no memory for one more, say
+                self._start(need, watch_s)
+            except (OSError, RuntimeError) as error:  # no memory for one more process, or thread, say
+                self._at_work.pop(need.run_id, None)
                 what = f"run {need.run_id}: no process could be started to look after it"
                 failed = StackError(what, str(error), "The next pass tries again.")
                 self._over.put(Looked(need, failed.exit_code, {"error": failed.to_json()}))
-                continue
-            self._at_work[need.run_id] = _AtWork(process, self._clock() + watch_s + _LONGEST_S)
+
+    def _start(self, need: Need, watch_s: float) -> None:
+        """Raises OSError, RuntimeError: it cannot be, and nothing runs."""
+        process = self._started(need, watch_s)
+        self._at_work[need.run_id] = _AtWork(process, self._clock() + watch_s + _LONGEST_S)
+        try:
             for work in (self._tell, self._wait):
                 threading.Thread(target=work, args=(need, process), name="mgpu-supervisor", daemon=True).start()
+        except RuntimeError:  # nobody would hear of its end; it has only begun
+            process.kill()
+            process.wait()
+            raise
 
     def _started(self, need: Need, watch_s: float) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -42,13 +42,13 @@ class AppriseSink(Telling):
 
     def tell(self, message: Message) -> None:
         """Raises OSError: one has not taken it; those that have are left out the next time."""
-        failed = list[str]()
+        taken, failed = self._outbox.taken(message.id) if len(self._each) > 1 else None, list[str]()
         for variable, one in self._each.items():
-            if self._outbox.took(message.id, variable):
+            if variable in (taken or ()):
                 continue
             if not one.notify(title=message.title, body=message.text or message.title):
                 failed.append(variable)
-            elif len(self._each) > 1:
+            elif taken is not None:  # at once: the next one may hang
                 self._outbox.note_taken(message.id, variable)
         if failed:
             raise OSError(f"not delivered: {', '.join(failed)}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from mgpu_train.store import Unavailable
@@ -19,7 +19,7 @@ from mgpu_train.store.file import FileStore
 from waiting import until
 
 from mgpu.backend import outbox
-from mgpu.errors import InputError
+from mgpu.errors import InputError, StackError
 from mgpu.events import (
     AttemptEnded,
     CheckpointCommitted,
@@ -378,6 +378,21 @@ def test_who_has_taken_a_message_is_not_told_again_while_another_one_cannot_be(t
     assert (len(service.messages), len(mail.messages)) == (1, 1)
     assert "not delivered: MAIL" in warned(told)
     assert outbox.waiting() == []
+
+
+@pytest.mark.parametrize("urls", ["TEAM", "TEAM, MAIL"])
+def test_who_can_be_told_does_not_wait_once_more_for_a_backend_that_is_away(told, service, monkeypatch, urls):
+    def no_backend() -> NoReturn:
+        asks.append(1)
+        raise StackError("the backend could not be asked")
+
+    asks = list[int]()
+    for variable in ("TEAM", "MAIL"):
+        monkeypatch.setenv(variable, service.url.replace("http://", "json://"))
+    monkeypatch.setattr(outbox, "_backend", no_backend)
+    emits(told, f"  apprise: {{urls: [{urls}]}}\n", ENDED)
+    assert len(service.messages) == len(urls.split())
+    assert len(asks) == 2, "to keep the message, and at the end for what waits"
 
 
 def test_what_a_run_file_says_of_sinks_is_checked(told):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu.errors import InputError
+from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Note
 from mgpu.run.budget import costs
 from mgpu.run.job import operator_store
@@ -123,7 +123,7 @@ def tidy_store(record: Record, emit: Emit) -> None:
             remove_parts(store, record.run_id, log=log, over=attempts_over(record, log, time.time()))
         elif record.outputs is not None and record.attempt > 1:
             outputs.drop_superseded(store, record.run_id)
-    except (StoreError, ValueError) as error:
+    except (StoreError, MgpuError, ValueError) as error:  # a provider that cannot be used here, too: the run is over
         what = "outputs of older attempts" if succeeded else "parts of checkpoints that were not committed"
         emit(Note(f"{what} stay in {record.store}/{record.run_id}: {error}"))
 
@@ -131,6 +131,10 @@ def tidy_store(record: Record, emit: Emit) -> None:
 def attempts_over(record: Record, log: CommitLog, now: float) -> int:
     """Up to which attempt nothing of the run can write any more: it is over, and its machines are gone, or are past the
     last end that they can have. 0: nobody knows. Raises StoreError."""
+    if (
+        not record.writer
+    ):  # its newest attempt was elsewhere: on a kept fleet that it has left, or before it was resumed
+        return 0
     last = max(record.hard_cap_at, record.lease_until) + _LATE_S if record.hard_cap_at else float("inf")
     gone = record.state.final and (record.teardown == "confirmed" or now > last)
     # without the end of its log nobody knows what was committed

@@ -23,7 +23,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -498,10 +498,10 @@ def _all(*, fresh: bool = False) -> list[tuple[str, Record | None]]:
     found: list[tuple[float, str, Record | None]] = []
     for path in _paths():
         try:
-            record = _read(path)
-            found.append((record.created_at, path.parent.name, record))
+            found.append(((record := _read(path)).created_at, path.parent.name, record))
         except InputError:
-            found.append((path.stat().st_mtime, path.parent.name, None))
+            with suppress(FileNotFoundError):  # another command has removed it a moment ago
+                found.append((path.stat().st_mtime, path.parent.name, None))
     return [(run_id, record) for _, run_id, record in sorted(found, key=lambda each: each[:2])]
 
 
@@ -522,7 +522,7 @@ def _read(path: Path) -> Record:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",
             f"{path}: {error}",
-            "Its machines, if there are any, stand in `mgpu ls`; `mgpu down --stack NAME` gives them back.",
+            "Use the newer mgpu that wrote it; else end what `mgpu ls` shows of it, and move its folder away.",
         ) from error
 
 

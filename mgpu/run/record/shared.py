@@ -95,15 +95,22 @@ def _drop_unsent(there: Collection[str]) -> None:
     """Removes what submissions have left on this machine that never came into the backend, which has the runs `there`.
     None of them is under way: it would be newer, or hold the lock. One that comes late is brought from there."""
     copies = (path for path in runs().glob("*/record.json") if path.parent.name not in there)
-    old = [path for path in copies if not _version(path.parent.name) and time.time() - path.stat().st_ctime > _UNSENT_S]
+    old = [path for path in copies if not _version(path.parent.name) and _age_s(path) > _UNSENT_S]
     if not old:
         return
     with unheld(runs() / ".opening") as over:
         for path in old if over else ():
             folder = Folder(path.parent.name)
-            with unheld(folder.lock) as free:
+            with suppress(FileNotFoundError), unheld(folder.lock) as free:
                 if free and not _version(path.parent.name) and _said(path).get("state") == "queued":
                     shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def _age_s(path: Path) -> float:
+    """Of a file's newest change; 0 once another command has removed it."""
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_ctime
+    return 0.0
 
 
 def _said(record: Path) -> Mapping[str, Any]:
@@ -559,9 +566,12 @@ def _send_stop_of(store: Store, run_id: str) -> None:
         asked = folder.stop.read_bytes()
         if not asked.startswith(_NOT_SENT):
             return
-        if asked.removeprefix(_NOT_SENT) not in (b"", _use(folder)):  # empty: nobody knew
+        known, use = _said(folder.record), asked.removeprefix(_NOT_SENT)
+        # empty: nobody knew, or an earlier mgpu has written it
+        earlier = use != _use(folder) if use else folder.stop.stat().st_mtime < (known.get("submitted_at") or 0.0)
+        if earlier:
             folder.stop.unlink()
-        elif (known := _said(folder.record)) and known.get("ended_at") is None:
+        elif known and known.get("ended_at") is None:
             _send_stop(store, run_id)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from mgpu.errors import RemoteError
+from mgpu.errors import InputError, ProviderError, RemoteError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.nodeset import NodeSet
@@ -31,7 +31,10 @@ def judge(
     session: Session, fleet: StackOutput, nodes: NodeSet, ended: Ended, clock: Callable[[], float] = time.monotonic
 ) -> Ended:
     """The end of an attempt in which nodes have called checkpoints damaged. The record has those that are, from which
-    no attempt begins; machines whose word is not believed are among the lost ones, to be replaced."""
+    no attempt begins; machines whose word is not believed are among the lost ones, to be replaced. After what a limit
+    has stopped no attempt begins at all: its machines do not wait for it."""
+    if ended.stopped_by:
+        return ended
     by_id = defaultdict[str, list[Damage]](list)
     for each in ended.damaged:
         by_id[each.checkpoint_id].append(each)
@@ -105,7 +108,7 @@ def _whole(session: Session, nodes: NodeSet, checkpoint_id: str, clock: Callable
             log = CommitLog(store, record.run_id)
             found = [commit for commit in log.checkpoints() if commit.checkpoint_id == checkpoint_id]
             return not problems_of(store, log, found[0], deep=True, progress=progress) if found else None
-        except (_Enough, StoreError) as error:
+        except (_Enough, StoreError, InputError, ProviderError) as error:
             why = str(error) or f"that takes longer than {READ_S:g} s, or the run is to end"
             session.emit(Warned(f"{checkpoint_id} could not be read here to see whether it is damaged: {why}"))
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -138,6 +139,12 @@ def asks(backend: location.Backend, what: str = "asked for its runs") -> None:
 
 
 BUCKET = location.Backend("s3://team/x?region=y", Path("/nowhere"), None)
+
+
+def test_a_machine_without_a_thread_left_asks_in_silence(told: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading.Timer, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    asks(BUCKET)
+    assert told == []
 
 
 def test_what_is_waited_for_is_said_once_a_minute(told: list[str], monkeypatch: pytest.MonkeyPatch):

@@ -449,7 +449,7 @@ def test_in_a_run_that_goes_on_a_save_that_is_under_way_stays(mgpu, many, world,
 @pytest.mark.parametrize("step", [45, 60])
 def test_what_a_dead_attempt_left_goes_too_and_is_named(mgpu, many, world, url, step):
     """Also what it was at when its machines went, and it wrote no end."""
-    world.record("run-1", state=State.FAILED, store=url, teardown="confirmed", attempt=1)
+    world.record("run-1", state=State.FAILED, store=url, teardown="confirmed", attempt=1, writer="w")
     part = many / "checkpoints" / f"a001-step-{step}" / "node-0"
     part.mkdir(parents=True)
     (part / "weights").write_text("half of it")

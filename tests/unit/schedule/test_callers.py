@@ -131,10 +131,14 @@ def test_a_line_of_crontab(user: Path):
     assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
 
 
-def test_a_crontab_of_another_encoding_keeps_each_byte(user: Path):
-    (user / "tab").write_bytes(b"# f\xfcr alle\n0 5 * * * /usr/bin/backup\n")
+@pytest.mark.parametrize("line", [b"# f\xfcr alle", b"# a\x0cpage", "# a\u2028line".encode(), b"# of Windows\r", b""])
+def test_a_crontab_keeps_each_byte_whatever_its_encoding(user: Path, line: bytes):
+    before = line + b"\n0 5 * * * /usr/bin/backup\n" if line else line
+    (user / "tab").write_bytes(before)
     assert mgpu("schedule", "install", "--cron", "--yes").return_value == 0
-    assert (user / "tab").read_bytes().startswith(b"# f\xfcr alle\n0 5 * * * /usr/bin/backup\n*/5 ")
+    assert (user / "tab").read_bytes().startswith(before + b"*/5 ")
+    assert mgpu("schedule", "uninstall", "--cron").return_value == 0
+    assert (user / "tab").read_bytes() == before
 
 
 @pytest.mark.parametrize("way", ["cron", "systemd", "github", "gitlab"])

@@ -447,6 +447,9 @@ def test_a_run_whose_record_cannot_be_read_is_not_passed_over_in_silence(nights)
     assert [(each.what, each.exit_code) for each in report.failures] == [
         ("the record of run it-1125-abcde cannot be read", 2)
     ]
+    assert "move its folder away" in report.failures[0].next_step
+    Folder("it-1125-abcde").root.rename(nights.world.folder / "away")
+    assert nights.works().failures == [], "passes do not fail for ever"
 
 
 def test_who_watches_outlives_a_backend_that_is_away_and_tries_a_run_again_later(nights, monkeypatch):
@@ -495,6 +498,7 @@ def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_r
     assert [(each.what, "Mars/Olympus" in each.why) for each in report.failures] == [
         ("schedule mars cannot be read here", True)
     ]
+    assert "tzdata" in report.failures[0].next_step, "to remove it would take it from machines that know the zone"
     assert nights.outcomes == ["running"]
     assert "schedule mars cannot be read here" in mgpu("schedule", "ls").stderr
     save = nights.world.record("mars-1125-abcde", state=State.RUNNING, schedule="mars")
@@ -591,6 +595,31 @@ def test_one_that_cannot_be_started_ends_no_other(commands, monkeypatch):
         "c": ("running", 0),
     }
     assert (looked["b"].error or {})["why"] == "Resource temporarily unavailable"
+
+
+@pytest.mark.parametrize("thread", [0, 1])
+def test_one_that_no_thread_can_follow_is_ended_and_ends_no_other(commands, monkeypatch, thread: int):
+    commands |= {"a": "exec sleep 100", "b": 'echo \'{"state": "running"}\''}
+    start, numbers, processes = threading.Thread.start, iter(range(9)), list[subprocess.Popen[str]]()
+    popen = subprocess.Popen
+
+    def full(this: threading.Thread) -> None:
+        if next(numbers) == thread:
+            raise RuntimeError("can't start new thread")
+        start(this)
+
+    def began(*args: Any, **more: Any) -> Any:
+        processes.append(popen(*args, **more))
+        return processes[-1]
+
+    monkeypatch.setattr(supervisors.subprocess, "Popen", began)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    found = Supervisors(lambda _: None)
+    for run in "ab":
+        found.begin(Need(run, "queued"), 0.0)
+    looked = ended(found)
+    assert {run: (each.state, each.exit_code) for run, each in looked.items()} == {"a": (None, 4), "b": ("running", 0)}
+    assert [process.poll() for process in processes] == [-9, 0]
 
 
 def test_of_those_that_watch_none_waits_for_another(commands, monkeypatch, tmp_path):

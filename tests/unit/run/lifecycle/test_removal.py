@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
@@ -11,7 +12,9 @@ from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.store.file import FileStore
 
+from mgpu.errors import InputError
 from mgpu.events import Note
+from mgpu.run.job import operator_store
 from mgpu.run.lifecycle.removal import attempts_over, tidy_store
 from mgpu.run.record.record import State
 
@@ -34,7 +37,9 @@ class Over:
             self.log.begin_attempt(attempt, f"writer-{attempt}")
         world.commit(url, "run-1", attempt=2, writer="writer-2", step=20)
         self.store.put(keys.pack("run-1", "a002-step-30", 1, 0), b"half of it")
-        self.fields = {"store": url, "attempt": 2, "checkpoint_id": "a002-step-20", "checkpoint_step": 20}
+        self.fields = {
+            "store": url, "attempt": 2, "writer": "writer-2", "checkpoint_id": "a002-step-20", "checkpoint_step": 20,
+        }  # fmt: skip
 
     def record(self, **more):
         fields = self.fields | {"state": State.FAILED, "teardown": "confirmed"} | more
@@ -65,6 +70,9 @@ LONG_AGO = {"hard_cap_at": 1000.0, "lease_until": 900.0}
         ({"teardown": "kept", **LONG_AGO, "lease_until": time.time() - 60}, BOTH),
         ({"teardown": "not ours", **LONG_AGO}, BOTH[:1]),
         ({"attempt": 1}, BOTH),
+        # queued again: its attempt was on a kept fleet, of which nothing is known any more
+        ({"writer": ""}, BOTH),
+        ({"writer": "", **LONG_AGO}, BOTH),
     ],
 )
 def test_parts_of_an_attempt_without_an_end_go_once_nothing_can_commit_them(over, how, left):
@@ -105,6 +113,17 @@ def test_a_store_that_cannot_be_read_is_told(over, monkeypatch):
     tidy_store(over.record(), over.world.events.append)
     (told,) = over.world.of(Note)
     assert told.text == f"parts of checkpoints that were not committed stay in {over.url}/run-1: it is away"
+
+
+def test_a_provider_that_opens_no_store_here_changes_no_end(over, monkeypatch):
+    """A candidate whose package this machine does not have: the machines are gone, and the exit code is said."""
+    monkeypatch.setattr(
+        operator_store, "_opened", Mock(side_effect=InputError("provider x does not work", "no module"))
+    )
+    tidy_store(over.record(), over.world.events.append)
+    (told,) = over.world.of(Note)
+    assert "parts of checkpoints that were not committed stay" in told.text
+    assert "no module" in told.text
 
 
 def test_a_launch_that_fails_leaves_no_parts(project):

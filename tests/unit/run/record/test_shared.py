@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from mgpu.backend.location import Backend
 from mgpu.errors import StackError, TakenOver
 from mgpu.run.record import record as records
 from mgpu.run.record import shared
-from mgpu.run.record.folder import Folder
+from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.supervisor_lock import hold, unheld
 
@@ -332,6 +333,19 @@ def test_a_stop_that_did_not_come_is_sent_by_the_next_look_for_a_supervisor_else
             assert Folder(RUN).stop.exists()
 
 
+@pytest.mark.parametrize("submitted_s_later", [-99, 99])
+def test_a_stop_that_an_earlier_mgpu_has_left_is_for_runs_that_were_submitted_before(team: Team, submitted_s_later):
+    """It has written down nothing of the use of the run that was to end."""
+    with team.on("b"):
+        records.save(run(state=State.RUNNING, submitted_at=time.time() + submitted_s_later))
+    with team.on("a"):
+        shared.pull()
+        Folder(RUN).stop.write_bytes(b"asked for on this machine\n")
+        shared.pull(fresh=True)
+        sent = location.current().shared.stat(f"stops/{RUN}") is not None
+        assert (sent, Folder(RUN).stop.exists()) == ((submitted_s_later < 0,) * 2)
+
+
 @pytest.mark.parametrize("over", [{"state": State.FAILED, "ended_at": 9.0}, {"submitted_at": time.time() + 99}])
 def test_a_stop_that_comes_too_late_is_not_sent(team: Team, monkeypatch, over: dict[str, Any]):
     with team.on("a"):
@@ -375,6 +389,37 @@ def test_a_submission_that_never_came_is_dropped_once_it_is_surely_over(team: Te
             busy.close()
             monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
             assert (records.every(fresh=True) == []) is (by != "its state")
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "before it is locked"])
+def test_two_commands_may_drop_the_same_submission(team: Team, monkeypatch, when: str):
+    monkeypatch.setattr(shared, "_UNSENT_S", -1.0)
+    with team.on("a"):
+        with monkeypatch.context() as patched:
+            never_came(patched)
+        name = "_version" if when == "before it is looked at" else "unheld"
+        real = getattr(shared, name)
+
+        def other(given: Any) -> Any:
+            if given != runs() / ".opening":
+                shutil.rmtree(Folder(RUN).root)
+                monkeypatch.setattr(shared, name, real)
+            return real(given)
+
+        monkeypatch.setattr(shared, name, other)
+        assert records.every(fresh=True) == []
+
+
+def test_a_run_that_another_command_removes_while_records_are_read_is_none(xdg: Path, monkeypatch):
+    records.save(run())
+    real = records._read
+
+    def removed(path: Path) -> Record:
+        shutil.rmtree(path.parent)
+        return real(path)
+
+    monkeypatch.setattr(records, "_read", removed)
+    assert records.ids() == []
 
 
 def test_of_a_resumed_run_whose_submission_never_came_the_backend_has_what_was_before(team: Team, monkeypatch):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.store.file import FileStore
 
+from mgpu.errors import InputError
 from mgpu.events import Warned
+from mgpu.run.job import operator_store
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import damage
+from mgpu.run.supervision.limits import StopReason
 from mgpu.run.supervision.supervisor import Damage, Ended
 
 X, Y = "a001-step-10", "a001-step-20"
@@ -114,6 +119,18 @@ def test_the_machines_wait_for_the_operators_reading_for_a_while_only(judged, wh
     judged.of(X, 1, clock=lambda: next(times) if why == "late" else 0.0)
     assert judged.damaged == [X]
     assert any("could not be read here" in each.text for each in judged.world.of(Warned))
+
+
+def test_machines_of_a_run_that_a_limit_has_stopped_wait_for_no_reading(judged, monkeypatch):
+    monkeypatch.setattr(damage, "_whole", lambda *_: pytest.fail("its machines are billed beyond the limit"))
+    stopped = Ended(False, "x", Fault.STOPPED, StopReason.BUDGET, damaged=(Damage(1, X, "resume: it is damaged"),))
+    assert damage.judge(judged.session, judged.fleet, judged.nodes, stopped) == stopped
+
+
+def test_an_operator_that_cannot_open_the_store_believes_the_machine(judged, monkeypatch):
+    """A candidate's package that is missing here ends no run."""
+    monkeypatch.setattr(operator_store, "_opened", Mock(side_effect=InputError("x does not work", "no module")))
+    assert (judged.of(X, 1).lost, judged.damaged) == ((), [X])
 
 
 def test_one_bad_read_of_the_operators_own_says_nothing(judged, monkeypatch):
