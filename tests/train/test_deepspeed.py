@@ -33,7 +33,7 @@ LM: dict[str, Any] = {
     "task": "lm", "seq_len": 16, "precision": "bf16", "lr": 6e-3,
     "model": {"layers": 2, "dim": 32, "heads": 2, "tied": True},
 }  # fmt: skip
-BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient"}
+BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient", "weight": "zero_stages:NoWeight"}
 Stories = dict[int, dict[str, dict[str, Any]]]
 
 

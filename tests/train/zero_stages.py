@@ -85,6 +85,14 @@ class BadGradient(BadLoss):
         return Loss(loss.total + (0 * loss.total).sqrt(), loss.weight, loss.values)
 
 
+class NoWeight(BadLoss):
+    """Nothing counts in one step, as where no token of it is to be predicted."""
+
+    def spoiled(self, loss: Loss, model: nn.Module) -> Loss:
+        """Nothing of nothing."""
+        return Loss(0 * loss.total, 0 * loss.weight, {name: 0 * each for name, each in loss.values.items()})
+
+
 def train(out: Path, name: str, place: parallel.Place, resume: str | None = None, **settings: Any) -> None:
     """One of them."""
     try:
