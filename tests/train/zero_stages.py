@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import products
+import prose
 import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed import dcp
@@ -101,12 +102,21 @@ def train(out: Path, name: str, place: parallel.Place, resume: str | None = None
         (out / name / "error").write_text(str(error))
 
 
+def _all_shared(config: dict[str, Any]) -> dict[str, Any]:
+    """What stage 3 would leave whole of models as small as these, or in one group, it shares out as of large ones."""
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 40}
+    return config
+
+
 def main() -> None:
     """All of them."""
     out, stories = Path(sys.argv[1]), json.loads(sys.argv[2])
+    prose.written(out / "prose")
     os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy says, but that it is imported before
-    import deepspeed  # noqa: F401
+    from mgpu_train.engines.deepspeed import DeepSpeed
 
+    configured = DeepSpeed._config
+    DeepSpeed._config = lambda self, bucket: _all_shared(configured(self, bucket))  # type: ignore[method-assign]
     dcp.import_dcp()
     for count, told in stories.items():
 
