@@ -30,6 +30,11 @@ TINY: dict[str, Any] = {
     "bos_token_id": 2, "eos_token_id": 3,
 }  # fmt: skip
 
+LONG = {  # two sets of angles, of short and of long sequences
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12, "factor": 2.0,
+    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+}  # fmt: skip
+
 
 def ranks(size: int) -> list[Context]:
     return [Context(rank, size, None) for rank in range(size)]
@@ -202,6 +207,7 @@ def test_models_of_transformers_whose_sequences_are_shared_say_what_they_say_of_
     [
         ("roberta", {}, "ranks share the sequences of models bert, gpt2, .*, and this is roberta"),
         ("mistral", {"sliding_window": 8}, r"sees 8 tokens back \(`sliding_window`\), and shared is what sees all 16"),
+        ("llama", {"rope_parameters": LONG}, r"a sequence of more than 12 tokens is \(`rope_type: longrope`\)"),
     ],
 )
 def test_a_model_that_is_not_known_to_be_right_is_refused(name, more, message):
@@ -209,3 +215,8 @@ def test_a_model_that_is_not_known_to_be_right_is_refused(name, more, message):
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(TrainError, match=message):
         context_hf.share(model, ranks(2)[0], 16)
+
+
+def test_angles_that_depend_on_the_length_are_shared_where_all_ranks_have_the_same():
+    config = transformers.AutoConfig.for_model("llama", **TINY, rope_parameters=LONG)
+    context_hf.share(transformers.AutoModelForCausalLM.from_config(config), ranks(2)[0], 12)
