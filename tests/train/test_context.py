@@ -162,6 +162,29 @@ def test_attention_in_both_directions_is_that_of_the_whole():
         torch.testing.assert_close(part, ranks(3)[rank].part(expected, 2))
 
 
+def test_what_is_computed_in_16_bits_is_gathered_in_them_though_turned_queries_and_keys_have_32(monkeypatch):
+    """As of transformers' models under autocast; and a mask without numbers would leave that to them."""
+    gathered: list[torch.dtype] = []
+    asked: list[torch.dtype] = []
+    attention = functional.scaled_dot_product_attention
+
+    class Alone(Context):
+        def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+            gathered.append(own.dtype)
+            return own.unsqueeze(0)
+
+    def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> torch.Tensor:
+        asked.extend((q.dtype, k.dtype, v.dtype))
+        return attention(q, k, v, **named)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", look)
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Alone(0, 1, None).attention(q, k, v.bfloat16(), is_causal=True)
+    assert {*gathered, *asked, found.dtype} == {torch.bfloat16}
+    torch.testing.assert_close(found.float(), attention(q, k, v, is_causal=True), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 1, "mlp": "swiglu", "qk_norm": True}], ids=str)
 def test_a_model_of_task_lm_says_of_its_tokens_what_it_says_of_the_whole(changes):
     torch.manual_seed(0)
