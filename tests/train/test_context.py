@@ -6,6 +6,8 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -97,16 +99,16 @@ def test_ranks_of_a_group_have_the_same_samples_layers_and_blocks(monkeypatch, t
         def share_sequences(self, _model: nn.Module, given: Context) -> None:
             told[len(told)] = given
 
-    def group(every: list[list[int]]) -> tuple[object, None]:
+    def group(every: list[list[int]], *, timeout: timedelta) -> tuple[object, None]:
         groups[:] = every
+        assert timeout == limit, "a collective of these ranks waits as long as any other"
         return object(), None
 
     monkeypatch.setattr(torch.distributed, "new_subgroups_by_enumeration", group)
     nothing: Any = None
-    places = [
-        Place(rank, rank, 8, torch.device("cpu"), nothing, nothing, tensor=tensor, context=shared, pipeline=pipeline)
-        for rank in range(8)
-    ]
+    limit = timedelta(seconds=7)
+    whole = [Place(rank, rank, 8, torch.device("cpu"), nothing, nothing, limit=limit) for rank in range(8)]
+    places = [replace(each, tensor=tensor, context=shared, pipeline=pipeline) for each in whole]
     for place in places:
         task: Any = Shares()
         strategy.share(nn.Identity(), task, place)
