@@ -6,6 +6,8 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -28,6 +30,11 @@ TINY: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     "intermediate_size": 48, "max_position_embeddings": 64, "num_local_experts": 2, "head_dim": 8, "pad_token_id": 1,
     "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+
+LONG = {  # two sets of angles, of short and of long sequences
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12, "factor": 2.0,
+    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
 }  # fmt: skip
 
 
@@ -92,16 +99,16 @@ def test_ranks_of_a_group_have_the_same_samples_layers_and_blocks(monkeypatch, t
         def share_sequences(self, _model: nn.Module, given: Context) -> None:
             told[len(told)] = given
 
-    def group(every: list[list[int]]) -> tuple[object, None]:
+    def group(every: list[list[int]], *, timeout: timedelta) -> tuple[object, None]:
         groups[:] = every
+        assert timeout == limit, "a collective of these ranks waits as long as any other"
         return object(), None
 
     monkeypatch.setattr(torch.distributed, "new_subgroups_by_enumeration", group)
     nothing: Any = None
-    places = [
-        Place(rank, rank, 8, torch.device("cpu"), nothing, nothing, tensor=tensor, context=shared, pipeline=pipeline)
-        for rank in range(8)
-    ]
+    limit = timedelta(seconds=7)
+    whole = [Place(rank, rank, 8, torch.device("cpu"), nothing, nothing, limit=limit) for rank in range(8)]
+    places = [replace(each, tensor=tensor, context=shared, pipeline=pipeline) for each in whole]
     for place in places:
         task: Any = Shares()
         strategy.share(nn.Identity(), task, place)
@@ -157,6 +164,29 @@ def test_attention_in_both_directions_is_that_of_the_whole():
         torch.testing.assert_close(part, ranks(3)[rank].part(expected, 2))
 
 
+def test_what_is_computed_in_16_bits_is_gathered_in_them_though_turned_queries_and_keys_have_32(monkeypatch):
+    """As of transformers' models under autocast; and a mask without numbers would leave that to them."""
+    gathered: list[torch.dtype] = []
+    asked: list[torch.dtype] = []
+    attention = functional.scaled_dot_product_attention
+
+    class Alone(Context):
+        def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+            gathered.append(own.dtype)
+            return own.unsqueeze(0)
+
+    def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> torch.Tensor:
+        asked.extend((q.dtype, k.dtype, v.dtype))
+        return attention(q, k, v, **named)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", look)
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Alone(0, 1, None).attention(q, k, v.bfloat16(), is_causal=True)
+    assert {*gathered, *asked, found.dtype} == {torch.bfloat16}
+    torch.testing.assert_close(found.float(), attention(q, k, v, is_causal=True), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 1, "mlp": "swiglu", "qk_norm": True}], ids=str)
 def test_a_model_of_task_lm_says_of_its_tokens_what_it_says_of_the_whole(changes):
     torch.manual_seed(0)
@@ -202,6 +232,7 @@ def test_models_of_transformers_whose_sequences_are_shared_say_what_they_say_of_
     [
         ("roberta", {}, "ranks share the sequences of models bert, gpt2, .*, and this is roberta"),
         ("mistral", {"sliding_window": 8}, r"sees 8 tokens back \(`sliding_window`\), and shared is what sees all 16"),
+        ("llama", {"rope_parameters": LONG}, r"a sequence of more than 12 tokens is \(`rope_type: longrope`\)"),
     ],
 )
 def test_a_model_that_is_not_known_to_be_right_is_refused(name, more, message):
@@ -209,3 +240,8 @@ def test_a_model_that_is_not_known_to_be_right_is_refused(name, more, message):
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(TrainError, match=message):
         context_hf.share(model, ranks(2)[0], 16)
+
+
+def test_angles_that_depend_on_the_length_are_shared_where_all_ranks_have_the_same():
+    config = transformers.AutoConfig.for_model("llama", **TINY, rope_parameters=LONG)
+    context_hf.share(transformers.AutoModelForCausalLM.from_config(config), ranks(2)[0], 12)

@@ -20,6 +20,7 @@ from mgpu_train.strategies import entry
 from mgpu_train.strategies.deepspeed import DeepSpeed
 from mgpu_train.strategies.entry import Sizes
 from mgpu_train.strategies.precision import POLICIES
+from mgpu_train.tasks.base import Layout
 from pydantic import ValidationError
 
 PROGRAM = Path(__file__).with_name("zero_stages.py")
@@ -33,7 +34,7 @@ LM: dict[str, Any] = {
     "task": "lm", "seq_len": 16, "precision": "bf16", "lr": 6e-3,
     "model": {"layers": 2, "dim": 32, "heads": 2, "tied": True},
 }  # fmt: skip
-BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient"}
+BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient", "weight": "zero_stages:NoWeight"}
 Stories = dict[int, dict[str, dict[str, Any]]]
 
 
@@ -139,6 +140,16 @@ def test_the_average_of_parameters_is_that_of_replicas_and_goes_on(trained, same
 @pytest.mark.parametrize("stage", ZERO)
 def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained, stage):
     assert "`gain`" in trained(f"zero-{stage}-scalars").error
+
+
+def test_stage_3_has_buffers_on_the_device_and_parameters_on_the_host_until_they_are_shared_out():
+    strategy: Any = SimpleNamespace(zero_stage=3, place=SimpleNamespace(device=torch.device("meta")))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    DeepSpeed.apply(strategy, model, Layout())
+    assert {each.device.type for each in model.buffers()} == {"meta"}
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    strategy.zero_stage = 2
+    assert {each.device.type for each in DeepSpeed.apply(strategy, model, Layout()).parameters()} == {"meta"}
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

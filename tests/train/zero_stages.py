@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import products
+import prose
 import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed import dcp
@@ -85,6 +86,14 @@ class BadGradient(BadLoss):
         return Loss(loss.total + (0 * loss.total).sqrt(), loss.weight, loss.values)
 
 
+class NoWeight(BadLoss):
+    """Nothing counts in one step, as where no token of it is to be predicted."""
+
+    def spoiled(self, loss: Loss, model: nn.Module) -> Loss:
+        """Nothing of nothing."""
+        return Loss(0 * loss.total, 0 * loss.weight, {name: 0 * each for name, each in loss.values.items()})
+
+
 def train(out: Path, name: str, place: parallel.Place, resume: str | None = None, **settings: Any) -> None:
     """One of them."""
     try:
@@ -93,12 +102,21 @@ def train(out: Path, name: str, place: parallel.Place, resume: str | None = None
         (out / name / "error").write_text(str(error))
 
 
+def _all_shared(config: dict[str, Any]) -> dict[str, Any]:
+    """What stage 3 would leave whole of models as small as these, or in one group, it shares out as of large ones."""
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 40}
+    return config
+
+
 def main() -> None:
     """All of them."""
     out, stories = Path(sys.argv[1]), json.loads(sys.argv[2])
+    prose.written(out / "prose")
     os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy says, but that it is imported before
-    import deepspeed  # noqa: F401
+    from mgpu_train.engines.deepspeed import DeepSpeed
 
+    configured = DeepSpeed._config
+    DeepSpeed._config = lambda self, bucket: _all_shared(configured(self, bucket))  # type: ignore[method-assign]
     dcp.import_dcp()
     for count, told in stories.items():
 

@@ -50,6 +50,7 @@ class Place:
     context: int = 1  # copies that share each sequence; neighbours
     pipeline: int = 1  # stages, each of so many blocks; furthest from one another
     mesh: DeviceMesh | None = None  # where ranks are parted by more than their data: DIMENSIONS
+    limit: timedelta | None = None  # of a collective; None: torch's own
 
     @property
     def dp_rank(self) -> int:
@@ -135,7 +136,7 @@ def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
     control, saving = (dist.new_group(backend="gloo", timeout=limit) for limit in (timeout, timedelta(seconds=save_s)))
     assert isinstance(control, dist.ProcessGroup)  # noqa: S101 - every rank is a member
     assert isinstance(saving, dist.ProcessGroup)  # noqa: S101
-    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control, saving)
+    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control, saving, limit=timeout)
 
 
 def leave() -> None:

@@ -86,7 +86,7 @@ class DeepSpeed(Plain):
         """DeepSpeed divides by a loss scale, clips, and skips what is not finite: its scale is the global weight."""
         zero, device = self._zero, self.strategy.place.device
         loss, weight = torch.stack((totals["loss"], totals[WEIGHT])).tolist()
-        if not math.isfinite(loss):  # which it does not know of
+        if not (math.isfinite(loss) and weight > 0):  # which it does not know of
             safe_set_full_grad(self._first, torch.full(self._shape, math.nan, device=device))
         for group in zero.param_groups:
             group["lr"] = lr

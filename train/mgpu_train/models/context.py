@@ -42,6 +42,11 @@ class Context(Chunks):
         """As torch's `scaled_dot_product_attention` of all tokens, with its arguments but for a mask: q, k and v are of
         this rank's tokens, (B, H, T / N, D) -> (B, H, T / N, D); k and v may have fewer heads. All ranks of the group
         call it together."""
+        kind = q.device.type
+        if torch.is_autocast_enabled(
+            kind
+        ):  # sees to torch's own function, and neither to what is gathered nor to masks
+            q, k, v = (each.to(torch.get_autocast_dtype(kind)) for each in (q, k, v))
         k, v = self._of_all(k, v)
         return causal_part(q, k, v, self, **named) if is_causal else F.scaled_dot_product_attention(q, k, v, **named)
 

@@ -34,6 +34,15 @@ def share(model: Any, context: Context, tokens: int) -> None:
             f"`train.context_parallel`: the model's attention sees {window} tokens back (`sliding_window`), and shared "
             f"is what sees all {tokens}: lower `train.options.seq_len` to it, or take `strategy: fsdp` alone"
         )
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind, most = str(rope.get("rope_type")), rope.get("original_max_position_embeddings")
+    most = most or getattr(config, "max_position_embeddings", tokens)
+    if (kind == "longrope" or "dynamic" in kind) and tokens > most:
+        raise TrainError(
+            f"`train.context_parallel`: the model turns positions by how long a sequence of more than {most} tokens is "
+            f"(`rope_type: {kind}`), and each rank would take its last token's place for that: lower "
+            "`train.options.seq_len` to it, or take `strategy: fsdp` alone"
+        )
     name = f"mgpu_context_{context.rank}"
     transformers.AttentionInterface.register(name, partial(_attention, context))
     model.set_attn_implementation(name)

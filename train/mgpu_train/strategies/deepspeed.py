@@ -43,5 +43,11 @@ class DeepSpeed(Strategy):
         return super().groups(sizes)
 
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """The whole model. Of stage 3 it stays on the host, whose memory may hold what the device's does not."""
-        return model if self.zero_stage == 3 else model.to(self.place.device)
+        """The whole model. Of stage 3 its parameters stay on the host, whose memory may hold what the device's does
+        not, and DeepSpeed brings them; buffers it would leave there."""
+        if self.zero_stage < 3:
+            return model.to(self.place.device)
+        for module in model.modules():
+            for name, each in module.named_buffers(recurse=False):
+                setattr(module, name, each.to(self.place.device))
+        return model
