@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import grpc
@@ -26,6 +27,7 @@ from mgpu.errors import (
     NoCapacity,
     NoOffer,
     PermissionDenied,
+    ProviderError,
     QuotaExceeded,
     RateLimited,
     StackError,
@@ -608,19 +610,25 @@ def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):
     assert from_struct(wire.read(here, resource_id, old, inputs).properties) == outputs
 
 
+def busy(monkeypatch: pytest.MonkeyPatch, fake: Any, name: str) -> list[ProviderError]:
+    """Errors that this call of the provider raises, the last one first, before it answers; asked again at once."""
+    errors, answer = list[ProviderError](), getattr(fake, name)
+
+    def call(*given: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return answer(*given)
+
+    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
+    monkeypatch.setattr(fake, name, call)
+    return errors
+
+
 def test_a_provider_that_does_not_say_what_it_sells_is_asked_again_and_a_repair_does_not_end_with_it(
     wire, here, made, fake, monkeypatch
 ):
-    answers = [Transient("no good answer"), RateLimited("too many calls")]
-    on_sale = fake.offers
-
-    def offers(requirements: Requirements) -> Offers:
-        if answers:
-            raise answers.pop()
-        return on_sale(requirements)
-
-    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
-    monkeypatch.setattr(fake, "offers", offers)
+    answers = busy(monkeypatch, fake, "offers")
+    answers[:] = [Transient("no good answer"), RateLimited("too many calls")]
     lost = ids(made[2])[1]
     fake.phases[lost] = NodePhase.TERMINATED
     outputs = wire.update(here, made[0], made[2], made[1])
@@ -761,15 +769,7 @@ def test_a_provider_that_does_not_answer_for_a_moment_is_asked_again_what_machin
     wire, here, made, fake, monkeypatch
 ):
     """Else one call that is throttled would end a repair, and the run with it."""
-    answers, describe = [], fake.describe
-
-    def described(handle):
-        if answers:
-            raise answers.pop()
-        return describe(handle)
-
-    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
-    monkeypatch.setattr(fake, "describe", described)
+    answers = busy(monkeypatch, fake, "describe")
     lost = ids(made[2])[1]
     fake.phases[lost] = NodePhase.TERMINATED
     answers[:] = [RateLimited("too many calls"), Transient("503")]

@@ -131,9 +131,7 @@ def tidy_store(record: Record, emit: Emit) -> None:
 def attempts_over(record: Record, log: CommitLog, now: float) -> int:
     """Up to which attempt nothing of the run can write any more: it is over, and its machines are gone, or are past the
     last end that they can have. 0: nobody knows. Raises StoreError."""
-    if (
-        not record.writer
-    ):  # its newest attempt was elsewhere: on a kept fleet that it has left, or before it was resumed
+    if not record.writer:  # its newest attempt was on a kept fleet that it has left, or before it was resumed
         return 0
     last = max(record.hard_cap_at, record.lease_until) + _LATE_S if record.hard_cap_at else float("inf")
     gone = record.state.final and (record.teardown == "confirmed" or now > last)
