@@ -9,6 +9,7 @@ processes by those starts real ones.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import functools
 import gc
@@ -259,6 +260,8 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
         measures.serve(said["test"])  # which its ancestors do not show: another worker may have started the server
     os.environ.clear()
     os.environ.update(said["env"])
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     tempfile.tempdir = None  # the server's, if it has asked for it
     os.chdir(said["cwd"])
     what = said["what"]

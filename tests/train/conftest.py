@@ -270,7 +270,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
             given = {**request.module.SMALL, "strategy": "ddp" if count > 1 else "single", **settings}
             said = out / f"{name}.said"
             arguments = [out, name, count, json.dumps(given), resume]
-            assert ranks.start(program, arguments, said, os.environ).wait(240) == 0, said.read_text()
+            assert ranks.start(program, arguments, said, os.environ).wait() == 0, said.read_text()
         files = sorted((home / "metrics").glob("rank-*.jsonl"))
         return Trained(home, [[json.loads(line) for line in path.read_text().splitlines()] for path in files])
 

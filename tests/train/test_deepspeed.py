@@ -75,7 +75,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleN
         if stage:
             train(0)
         said, stories = out / f"{stage}.said", by_stage(stage) if stage else others()
-        assert ranks.start(PROGRAM, [out, json.dumps(stories)], said, os.environ).wait(240) == 0, said.read_text()
+        assert ranks.start(PROGRAM, [out, json.dumps(stories)], said, os.environ).wait() == 0, said.read_text()
 
     def of(name: str) -> SimpleNamespace:
         train(next((stage for stage in ZERO if f"zero-{stage}" in name), 0))

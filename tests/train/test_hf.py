@@ -112,7 +112,7 @@ def trained(out: Path) -> Callable[[str], SimpleNamespace]:
     for count, given in stories(out).items():
         said = out / f"{count}.said"
         env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        done = ranks.start(PROGRAM, [out, count, json.dumps(given)], said, env).wait(240)
+        done = ranks.start(PROGRAM, [out, count, json.dumps(given)], said, env).wait()
         assert done == 0, said.read_text()
 
     def of(name: str) -> SimpleNamespace:

@@ -111,7 +111,7 @@ def trained(out: Path) -> Callable[[str], SimpleNamespace]:
 
     np.save(out / "ratings.npy", np.array([[n % 7, n % 5, n % 3] for n in range(200)]))
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = ranks.start(PROGRAM, [out, json.dumps(stories(out))], out / "said", env).wait(240)
+    done = ranks.start(PROGRAM, [out, json.dumps(stories(out))], out / "said", env).wait()
     assert done == 0, (out / "said").read_text()
 
     def of(name: str) -> SimpleNamespace:

@@ -120,7 +120,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Losses:
                 train(before)
             count, settings = PRODUCTS[of]
             given, said = [out, name, count, json.dumps(settings), before], out / f"{name}.said"
-            assert ranks.start(PROGRAM, given, said, os.environ).wait(240) == 0, said.read_text()
+            assert ranks.start(PROGRAM, given, said, os.environ).wait() == 0, said.read_text()
 
     def of(name: str, kind: str = "step") -> list[list[float]]:
         train(name)

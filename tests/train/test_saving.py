@@ -53,7 +53,7 @@ def tell(tmp_path_factory: pytest.TempPathFactory) -> Tell:
                 (out / "text").mkdir(exist_ok=True)
                 (out / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
             teller = ranks.start(STORIES, [out, story], out / "said", os.environ)
-            assert teller.wait(240) == 0, teller.said
+            assert teller.wait() == 0, teller.said
         return told[story]
 
     return run

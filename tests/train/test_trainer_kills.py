@@ -44,7 +44,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         home = out / "-".join(point)
         if not home.exists():
             teller = ranks.start(PROGRAM, [out, *point], out / f"{home.name}.said", os.environ)
-            assert teller.wait(120) == 0, teller.said
+            assert teller.wait() == 0, teller.said
         return home
 
     return tell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +12,24 @@ from pathlib import Path
 
 import forks
 import pytest
+import ranks
 from forks import Forks
 from mgpu_train.agent.machine import procs
 from waiting import until
 
 PARENT = "import os; print(os.getppid())"
+HANGS = """
+import os, signal
+
+def rank():
+    print("hangs", flush=True), signal.pause()
+
+def waits(child):
+    print("hangs", flush=True), os.wait()
+
+child = os.fork()
+waits(child) if child else rank()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +63,18 @@ def test_a_server_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
     with pytest.raises((RuntimeError, ConnectionError)):
         server(before, tmp_path)
     server(Forks("json"), tmp_path)
+
+
+def test_ranks_that_hang_say_where_each_of_them_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    of = Forks("json")
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks, "_FORKS", of)
+        hanging = ranks.start(tmp_path / "hangs.py", (), tmp_path / "said", os.environ)
+    until(lambda: hanging.said.count("hangs") == 2)
+    with pytest.raises(AssertionError, match="it has run for 0 s"):
+        hanging.wait(0)
+    assert re.findall(r"in (waits|rank)\b", hanging.said) == ["waits", "rank"]
 
 
 def test_a_run_of_many_workers_has_one_server_and_leaves_nothing(tmp_path: Path):
