@@ -18,7 +18,7 @@ _FORKS = Forks(
     env={"OMP_NUM_THREADS": "1"},  # read when torch is imported
 )
 
-HANGS_S = 900.0  # no machine is as slow as that: collectives of ranks that share two busy cores wait for the scheduler
+HANGS_S = 600.0  # no machine is as slow as that: collectives of ranks that share two busy cores wait for the scheduler
 
 
 class Rank:

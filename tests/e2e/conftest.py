@@ -43,7 +43,7 @@ class Project:
     folder: Path
     env: dict[str, str]
 
-    def mgpu(self, *args: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    def mgpu(self, *args: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         return command.mgpu(*args, folder=self.folder, env=self.env, timeout=timeout)
 
     def start(self, *args: str) -> subprocess.Popen[str]:

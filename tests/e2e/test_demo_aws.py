@@ -7,18 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from mgpu.iac.engine import install
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(420)
 def test_the_demo_on_a_fake_aws_loses_a_machine_and_leaves_nothing(namespaces, require):
     require("engine", install.find_engine() is not None, "no Pulumi engine; `make setup` installs one")
     done = subprocess.run(
-        [sys.executable, "demo_aws.py"], cwd=ROOT, capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL
+        [sys.executable, "demo_aws.py"], cwd=ROOT, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     assert "still billed: 0" in done.stdout.splitlines()

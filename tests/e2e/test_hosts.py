@@ -56,7 +56,7 @@ def test_a_host_without_power_is_replaced_by_a_spare_one_and_nothing_is_left(rac
         project.wait(lambda: record().get("checkpoint_step", -1) >= 10)
         before = [node["id"] for node in record()["fleet"]["nodes"]]
         rack.machine(before[1]).lose_power()
-        out, err = launch.communicate(timeout=150)
+        out, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == 0, err

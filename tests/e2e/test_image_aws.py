@@ -26,8 +26,6 @@ from waiting import until
 from mgpu.iac.engine import install
 from mgpu.providers.aws import names
 
-pytestmark = pytest.mark.timeout(420)
-
 ROOM_GIB = 40
 DATA_MIB = 4096
 BUILT_S = 240.0  # for a run whose image has to be built first

@@ -113,7 +113,7 @@ def test_a_pull_that_fails_gives_the_fleet_back_and_says_why(place):
     going = place.project.start("launch", "--yes")
     place.project.wait(lambda: place.project.billed() == 2)
     os.kill(place.registry.pid, signal.SIGKILL)
-    _, said = going.communicate(timeout=150)
+    _, said = going.communicate(timeout=600)
     assert going.returncode == 5, said
     assert "the image could not be pulled in time" in said
     assert "Give the nodes a way to the registry" in said

@@ -47,7 +47,7 @@ def test_no_node_opens_a_file_of_another(project, tmp_path):
         f"train: {train}\ncheckpoint: {{every_steps: 2}}\nlocal: {{python: {python}}}\n"
     )
     (project.folder / "mgpu.yaml").write_text(text)
-    done = project.mgpu("launch", "--yes", timeout=200)
+    done = project.mgpu("launch", "--yes", timeout=600)
     assert done.returncode == 0, done.stderr
 
     opens = [line.split("\t") for line in log.read_text().splitlines()]

@@ -95,7 +95,7 @@ def test_a_run_loses_a_pod_and_its_gang_is_made_anew_and_nothing_is_left(
         before = [node["id"] for node in record()["fleet"]["nodes"]]
         victim = next(pod["metadata"]["name"] for pod in kube.pods() if "-1-" in pod["metadata"]["name"])
         kube.evict(victim)
-        out, err = launch.communicate(timeout=120)
+        out, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == 0, err

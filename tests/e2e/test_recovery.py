@@ -34,7 +34,7 @@ def test_a_lost_node_is_replaced_alone_and_the_run_goes_on(project):
         project.wait(lambda: record().get("checkpoint_step", -1) >= 10)
         before = [node["id"] for node in record()["fleet"]["nodes"]]
         kill_node(before[1])
-        out, err = launch.communicate(timeout=120)
+        out, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == 0, err
@@ -55,7 +55,7 @@ def test_without_another_attempt_a_lost_node_is_the_end_and_nothing_is_left(proj
     try:
         project.wait(lambda: record().get("checkpoint_step", -1) >= 10)
         kill_node(record()["fleet"]["nodes"][1]["id"])
-        _, err = launch.communicate(timeout=120)
+        _, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == 6

@@ -46,7 +46,7 @@ def test_a_run_loses_a_node_and_its_gang_is_made_anew_and_nothing_is_left(projec
         before = [node["id"] for node in record()["fleet"]["nodes"]]
         (keeper,) = work.glob(f"gangs/{before[1].partition('-')[0]}*/node-1.json")
         os.kill(json.loads(keeper.read_text())["pid"], signal.SIGKILL)
-        out, err = launch.communicate(timeout=120)
+        out, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == 0, err

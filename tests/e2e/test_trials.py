@@ -17,7 +17,7 @@ SMALL = "seq_len: 16, global_batch: 4, model: {layers: 1, dim: 16, heads: 2}"
 def test_tune_finds_the_fastest_and_writes_it_into_the_run_file(project):
     axes = "matrix={train.micro_batch: [4, 1], train.strategy: [single, hsdp]}"
     (project.folder / "mgpu.yaml").write_text(TEXT.format(nodes=1, train=f"strategy: ddp, {SMALL}"))
-    done = project.mgpu("launch", "--tune", "--write", "--set", axes, "--yes", "--json", timeout=300)
+    done = project.mgpu("launch", "--tune", "--write", "--set", axes, "--yes", "--json", timeout=600)
     run = project.result(done)
     assert done.returncode == 0, done.stderr
     assert [row["outcome"] for row in run["trials"]] == ["ok", "refused", "ok", "refused"]
@@ -41,7 +41,7 @@ def test_smoke_says_where_it_breaks_and_ends_with_6(project):
         "        return super().model()\n"
     )
     (project.folder / "mgpu.yaml").write_text(TEXT.format(nodes=2, train="task: own:Hermit, global_batch: 4"))
-    done = project.mgpu("launch", "--smoke", "--yes", "--json", timeout=300)
+    done = project.mgpu("launch", "--smoke", "--yes", "--json", timeout=600)
     run = project.result(done)
     assert done.returncode == 6, done.stderr
     assert [row["outcome"] for row in run["trials"]] == ["ok", "failed"]

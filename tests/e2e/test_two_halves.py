@@ -20,7 +20,7 @@ def pulumi(project, *args: str) -> subprocess.CompletedProcess[str]:
         env=project.env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -27,7 +27,7 @@ from mgpu.spec.load import load
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(path.relative_to(EXAMPLES).with_suffix("").as_posix() for path in EXAMPLES.rglob("*.yaml"))
-LONG_S = 240  # two processes that import these libraries at once on a busy machine
+LONG_S = 600  # two processes that import these libraries at once on a busy machine
 RARELY = 1_000_000  # steps: no checkpoint but the last one
 
 

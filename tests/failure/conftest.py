@@ -80,7 +80,7 @@ class World:
         yield lines
         reader.join(60)
 
-    def mgpu(self, *args: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def mgpu(self, *args: str, timeout: float = 600, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """`mgpu` with these arguments, to its end."""
         return command.mgpu(*args, folder=cwd or self.project, env=self.env, timeout=timeout)
 

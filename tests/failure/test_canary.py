@@ -232,7 +232,7 @@ def test_a_run_whose_machine_is_taken(new_world, s3):
         try:
             world.wait(lambda: world.run().get("checkpoint_step", -1) >= 1, 60)
             searched(search, "local", "kill", "0")
-            out, err = launch.communicate(timeout=120)
+            out, err = launch.communicate(timeout=600)
         finally:
             launch.kill()
         search.text("the output of launch", out + err)

@@ -86,7 +86,7 @@ def play(world, story):
                 world.wait(lambda: any(word in line for line in lines), 60, f"no word of {first.name}")  # noqa: B023
                 time.sleep(APART_S)
                 launch.send_signal(number)
-            launch.wait(timeout=120)
+            launch.wait(timeout=600)
         err = "".join(lines)
     finally:
         launch.kill()

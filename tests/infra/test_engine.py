@@ -100,7 +100,7 @@ def test_plain_pulumi_from_a_shell_that_read_the_env(project, tmp_path):
 
     def shell(script):
         command = ["/bin/sh", "-euc", f". .mgpu/env; {script}"]
-        done = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 

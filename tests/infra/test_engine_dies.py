@@ -39,7 +39,7 @@ def operate(project, verb):
 def shell(project, script):
     """What plain pulumi says, from a shell that read `.mgpu/env`: its status, its words."""
     command = ["/bin/sh", "-uc", f". .mgpu/env; PULUMI_STACK=demo-1; {script}"]
-    done = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -34,7 +34,7 @@ def shell(folder: Path, script: str) -> str:
     """Runs a script in a shell that knows nothing but a home, the system's programs, and `.mgpu/env`."""
     env = {"HOME": str(folder), "PATH": "/usr/bin:/bin", environment.AMBIENT_PASSPHRASE: ""}
     command = ["/bin/sh", "-euc", f". .mgpu/env; {script}"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -125,7 +125,7 @@ class Home:
     stacks: dict[int, str] = field(default_factory=dict)  # by the number of nodes
 
     def mgpu(self, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-        return command.mgpu(*args, folder=folder, env=self.env, timeout=200)
+        return command.mgpu(*args, folder=folder, env=self.env, timeout=600)
 
     def project(self, case: Case) -> Path:
         """A folder as the user has it: the program, what it needs, and a run file."""
@@ -200,7 +200,7 @@ def test_one_that_ignores_sigterm_is_ended_and_what_it_has_left_comes_home(home)
         run_id = until(lambda: set(home.records()) - before).pop()
         until(lambda: "ready" in home.mgpu(folder, "logs", run_id).stdout)
         stopped = home.mgpu(folder, "stop", run_id)
-        screen = run.communicate(timeout=200)[0].decode()
+        screen = run.communicate(timeout=600)[0].decode()
     assert run.returncode == 130, screen
     assert stopped.returncode == 0, stopped.stderr
     assert (folder / "mgpu-runs" / run_id / "outputs/runs/metrics.csv").exists(), screen

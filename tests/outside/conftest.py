@@ -44,7 +44,7 @@ class Beside:
         """What it has printed by its end."""
         with process:
             try:
-                out, err = process.communicate(timeout=150)
+                out, err = process.communicate(timeout=600)
             finally:
                 process.kill()
         assert process.returncode == code, out + err

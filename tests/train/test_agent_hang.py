@@ -128,7 +128,7 @@ def test_the_dump_of_torchs_own_recorder_is_read():
     )
     env = {**os.environ, "RANK": "0", "TORCH_FR_BUFFER_SIZE": "100"}
     dump = subprocess.run(
-        [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, check=True, timeout=120
+        [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, check=True, timeout=600
     ).stdout
     (last,) = hang.collectives(pickles.loads(dump)).values()
     assert (last.number, last.name) == (2, "gloo:barrier")

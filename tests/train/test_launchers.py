@@ -128,7 +128,7 @@ def test_a_python_without_accelerate_is_told_in_one_line(tmp_path: Path):
     (tmp_path / "accelerate.py").write_text("raise ImportError('not here')\n")
     words = [sys.executable, "-m", "mgpu_train.agent.launchers.torchrun", "accelerate", "train.py"]
     environment = {**launcher_process.os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert re.fullmatch(
         r"`launcher: accelerate` finds no accelerate in .*\(not here\)\. .*`launcher: torchrun`\.\n", done.stderr

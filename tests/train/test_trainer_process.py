@@ -81,7 +81,7 @@ def test_the_first_step_imports_nothing_that_it_does_not_need(tmp_path, strategy
     told = f"print(*(name for name in {HEAVY} if name in sys.modules), flush=True)"
     program = f"import os, sys; from mgpu_train.loop import main; code = main(); {told}; os._exit(code)"
     environment = {**os.environ, "MGPU_JOB": str(tmp_path / "job.json")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 

@@ -73,7 +73,7 @@ def test_what_lacks_memory_or_is_refused_is_a_row_and_the_others_are_tried(tmp_p
     ]
     train = {"task": "own:Greedy", "global_batch": 8, "steps": 1_000_000}
     ended = conduct(tmp_path / "node", job({"purpose": "tune", "steps": 2, "tries": tries}, train=train))
-    _, said = ended.communicate(timeout=240)
+    _, said = ended.communicate(timeout=600)
     assert ended.returncode == 0, said
     assert rows(tmp_path / "node") == [
         ("four", 2, "out of memory", False),
@@ -96,7 +96,7 @@ def test_a_smoke_run_ends_where_it_first_breaks_and_says_so_on_node_0(tmp_path: 
     two = {"nodes": 2, "processes_per_node": 1, "addresses": ["127.0.0.1", "127.0.0.2"]}
     told = job({"purpose": "smoke", "steps": 1, "tries": tries}, train=train, **two)
     nodes = [conduct(tmp_path / f"{rank}", {**told, "node_rank": rank}) for rank in (0, 1)]
-    said = [each.communicate(timeout=240)[1] for each in nodes]
+    said = [each.communicate(timeout=600)[1] for each in nodes]
     assert [each.returncode for each in nodes] == [1, 0], said
     assert rows(tmp_path / "0") == [("one process", 1, "ok", True), ("2 nodes, 2 processes", 2, "failed", False)]
     last = said[0].strip().splitlines()[-1]
@@ -168,7 +168,7 @@ def test_a_range_of_rates_goes_on_where_it_diverges_and_tells_what_it_suggests(t
     train = {"task": "mgpu_parity.task:Parity", "global_batch": 64, "steps": 1_000_000, "options": {"bits": 4}}
     told = job({"purpose": "lr-range", "steps": 60, "tries": [tried]}, train=train, processes_per_node=1)
     ended = conduct(tmp_path / "node", told)
-    _, said = ended.communicate(timeout=240)
+    _, said = ended.communicate(timeout=600)
     assert ended.returncode == 0, said
     [row] = TrialResults.model_validate_json((tmp_path / "node" / "trials.json").read_bytes()).rows
     assert row.outcome == "ok"

@@ -14,8 +14,6 @@ import pytest
 from fakes.aws.operator import PULUMI, Done, Operator, left_behind, why_ended
 from waiting import until
 
-pytestmark = pytest.mark.timeout(400)  # the first test waits for stories of others, too
-
 G_SPOT = "L-3819A6DF"  # the quota of all G and VT machines on the spot market
 LEASE_S = 12
 BY_ITSELF = "Client.InstanceInitiatedShutdown"
@@ -140,7 +138,7 @@ def credentials_expire(user: Operator) -> None:
         asked = len(user.aws.calls("DescribeInstances"))
         until(lambda: len(user.aws.calls("DescribeInstances")) > asked + 1, 60)
         user.aws.calm()
-        out, err = launch.communicate(timeout=150)
+        out, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     good(user, Done((), launch.returncode, out, err))
@@ -158,7 +156,7 @@ def its_zone_is_sold_out(user: Operator) -> None:
         user.aws.kill(min(first))
         until(lambda: user.run()["attempt"] == 2, 150)
         moved, elsewhere = set(user.ids), zones_of(user)
-        out, err = launch.communicate(timeout=150)
+        out, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     good(user, Done((), launch.returncode, out, err))
@@ -187,7 +185,7 @@ def nobody_may_end_them(user: Operator) -> None:
     try:
         until(user.trains, 150)
         user.aws.deny("TerminateInstances")
-        _, err = launch.communicate(timeout=150)
+        _, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == INCOMPLETE, err

@@ -12,8 +12,6 @@ from fakes.aws import PROGRAMS
 from fakes.aws.operator import Operator, left_behind
 from waiting import until
 
-pytestmark = pytest.mark.timeout(400)  # it waits for stories of others, too
-
 
 def through_session_manager(user: Operator) -> None:
     user.env["PATH"] = f"{PROGRAMS}{os.pathsep}{user.env['PATH']}"
@@ -35,7 +33,7 @@ def through_session_manager(user: Operator) -> None:
         carriers = [pid for pid, line in user.processes.items() if "plugin.py" in line]
         os.kill(carriers[0], signal.SIGKILL)
         assert user.mgpu("exec", run, "--", "touch /tmp/may-end").returncode == 0
-        _, err = launch.communicate(timeout=200)
+        _, err = launch.communicate(timeout=600)
     finally:
         launch.kill()
     assert launch.returncode == 0, err

@@ -16,8 +16,6 @@ import pytest
 from fakes.aws.operator import BUCKET, MGPU, Operator, left_behind
 from waiting import until
 
-pytestmark = pytest.mark.timeout(280)
-
 ELSEWHERE = (
     *("unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"),
     *("/bin/sh", "-c", 'hostname elsewhere && exec "$@"', "sh", MGPU),

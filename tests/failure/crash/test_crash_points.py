@@ -93,7 +93,7 @@ def launch(world, option, value):
     command = [sys.executable, "-P", str(OPERATOR), option, str(value), "--", "launch", "--yes"]
     process = world.start(*command)
     try:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=600)
     finally:
         process.kill()
     return process.returncode, err
@@ -366,10 +366,10 @@ def elsewhere(world, there: Path, *words: str, die_at: str = "") -> subprocess.C
     host = {"MGPU_HOST": there.name, "MGPU_NOT_HERE": os.pathsep.join(str(world.root / own) for own in NOT_HERE)}
     env = world.env | folders | host
     if not die_at:
-        return OTHERS.run(ELSEWHERE, words, env, cwd=there, timeout=120)
+        return OTHERS.run(ELSEWHERE, words, env, cwd=there, timeout=600)
     command = [sys.executable, "-P", str(ELSEWHERE), *words]  # where points are put in before anything is imported
     env |= {"MGPU_DIE_AT": die_at}
-    return subprocess.run(command, cwd=there, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=there, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def another_machine(world, name: str) -> Path:

@@ -57,7 +57,6 @@ def bucket(server: Mapping[str, str]) -> Bucket:
     return Bucket(Path(gateway.make_bucket(server, f"backend-{uuid.uuid4().hex[:12]}")), server)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.drawn("moments to kill a launch at, its backend on the fake AWS", "tests/failure/crash/elsewhere.py")
 @pytest.mark.parametrize("point", MOMENTS)
 def test_on_s3_as_aws_has_it_another_machine_brings_it_to_its_end(new_world, bucket, point):

@@ -80,7 +80,7 @@ def bare(command: str, home: Path) -> str:
     """What a shell prints that has nothing of this environment, as cron's has not."""
     environ = {"HOME": str(home), "PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"}
     done = subprocess.run(
-        ["/bin/sh", "-c", command], env=environ, cwd=home, capture_output=True, text=True, timeout=120, check=True
+        ["/bin/sh", "-c", command], env=environ, cwd=home, capture_output=True, text=True, timeout=600, check=True
     )
     return done.stdout + done.stderr
 

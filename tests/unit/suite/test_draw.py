@@ -272,7 +272,7 @@ def lines(tests: Path, *options: str, **env: str) -> list[str]:
         [] if any(not option.startswith("-") and (tests / option).exists() for option in options) else ["test_it.py"]
     )
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files, *options]
-    done = subprocess.run(command, cwd=tests, env=known | env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tests, env=known | env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -84,5 +84,5 @@ def test_a_run_of_many_workers_has_one_server_and_leaves_nothing(tmp_path: Path)
     (tmp_path / "test_it.py").write_text(test)
     env = {**os.environ, "MGPU_TESTS_FORKS": str(tmp_path), "PYTHONPATH": str(Path(forks.__file__).parent)}
     run = [sys.executable, "-m", "pytest", "-q", "-n2", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")]
-    done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert "8 passed" in done.stdout, done.stdout + done.stderr

@@ -63,7 +63,7 @@ def test_a_burst_arrives_byte_for_byte_in_bounded_memory_whoever_reads_on(burst)
     first.kill()
     first.wait()
     (line.book / "go").touch()
-    out, _ = supervisors.start().communicate(timeout=120)
+    out, _ = supervisors.start().communicate(timeout=600)
     end = json.loads(out)
     assert end["succeeded"], end
     assert link.seen > MIB // 8, "it was cut"
