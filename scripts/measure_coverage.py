@@ -39,7 +39,7 @@ SENT = [
 PACKAGES = {"mgpu": ROOT / "mgpu", "mgpu_train": ROOT / "train/mgpu_train", "infra": ROOT / "infra"}
 SITE = Path(sysconfig.get_path("purelib"))
 HOOK = SITE / "mgpu_coverage_hook.py"
-SECONDS = ROOT / ".pytest_cache" / "v" / "mgpu" / "seconds"  # of each test; tests/figures.py
+SECONDS = ROOT / ".pytest_cache" / "v" / "mgpu" / "alone"  # of each test; tests/figures.py
 STARTS_IT = SITE / "mgpu_coverage_hook.pth"
 
 # `sigterm`: what ends by a signal writes down what it has seen before it does. `fork`, `_exit`: forked servers.

@@ -11,7 +11,8 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 - all that are new or were changed, which includes every point whose name a list of known ones lacks.
 
 Slow tests are points, too, although each says something different: a third of all tests takes nearly all of the time.
-`slow.txt` names them. A change of a test's file draws it, and a change of what SERVES names draws all that serves
+`slow.txt` names them, and slow fixtures that tests of a file share: all who share one are a single point, for one of
+them takes as long as all. A change of a test's file draws it, and a change of what SERVES names draws all that serves
 it. Else an eighth of each folder is drawn, and an eighth of all whole stories, which stand for no folder of the code
 alone. A test that the list lacks is run; `make test-all` writes the list anew. Run always are those of ALWAYS and of
 `sole.txt`: they alone pass lines and branches of which something would be missed most days. `make coverage` writes it.
@@ -234,20 +235,19 @@ class Drawing:
     def _among_slow(self, items: list[pytest.Item]) -> None:
         """Without the tests that draw among points of their own."""
         known, always = slow_tests(), sole_tests()
+        points = {item: _point(item, known) for item in items}
         folders: dict[str, list[pytest.Item]] = {}
         for item in items:
             own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
-            slow = item.nodeid in known or item.get_closest_marker("story")
+            slow = points[item] in known or item.get_closest_marker("story")
             runs = item.nodeid in always or item.nodeid.startswith(ALWAYS)
             if slow and not own and not runs and not self._absent(item):
                 folder = item.nodeid.partition("::")[0].rpartition("/")[0]
                 folders.setdefault(folder if serves(f"{folder}/") else "", []).append(item)
         for tests in folders.values():
-            names, number = [test.nodeid for test in tests], self.draw.number
-            taken = chosen(names, number, ROUND) if number is not None else None
-            drawn = [
-                test for test in tests if taken is None or test.nodeid in taken or is_touched(self.draw, test.nodeid)
-            ]
+            names, number = {points[test] for test in tests}, self.draw.number
+            taken = chosen(names, number, ROUND) if number is not None else names
+            drawn = [test for test in tests if points[test] in taken or is_touched(self.draw, test.nodeid)]
             gone = set(tests) - set(drawn)
             self.left_out += [test for test in tests if test in gone]
             drawn[0].user_properties.append((TOLD, ["slow tests", len(drawn), len(tests), 0]))
@@ -287,8 +287,19 @@ class Drawing:
         return itertools.chain.from_iterable(tests.values())
 
 
+def shared(test: str, fixture: str) -> str:
+    """What `slow.txt` calls a fixture that is made once for all tests of a file."""
+    return f"{test.partition('::')[0]}::{fixture}"
+
+
+def _point(item: pytest.Item, known: Collection[str]) -> str:
+    """What is drawn as one: tests that share what is slow, or the test."""
+    fixtures = (shared(item.nodeid, name) for name in getattr(item, "fixturenames", ()))
+    return next((name for name in fixtures if name in known), item.nodeid)
+
+
 def slow_tests() -> set[str]:
-    """The names of the slow tests."""
+    """The names of the slow tests, and of slow fixtures that tests of a file share."""
     return set(SLOW.read_text().splitlines()) if SLOW.exists() else set()
 
 

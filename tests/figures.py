@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 SLOWEST = 15
 KEPT = "mgpu/seconds"  # in pytest's cache: what each test took the last time it ran
+ALONE = "mgpu/alone"  # what it takes alone: with what tests of its file share; and that, by its own name
 
 
 def cpu_s() -> float:
@@ -28,10 +30,10 @@ def cpu_s() -> float:
     )
 
 
-def known(config: pytest.Config) -> dict[str, float]:
+def known(config: pytest.Config, which: str = KEPT) -> dict[str, float]:
     """Seconds by test, from earlier runs."""
     cache = getattr(config, "cache", None)  # absent with `-p no:cacheprovider`
-    return cache.get(KEPT, {}) if cache else {}
+    return cache.get(which, {}) if cache else {}
 
 
 def folder(file: str) -> str:
@@ -41,16 +43,31 @@ def folder(file: str) -> str:
 
 
 class Meter:
-    """In the process that runs tests: says with each report how much CPU that step has used."""
+    """In the process that runs tests: says with each report how much CPU that step has used, and which fixtures the
+    test shares with others of its file: how long they took, and whether it was the first."""
 
     def __init__(self) -> None:
         self._last = cpu_s()
+        self._made = dict[str, float]()
+        self._told = set[str]()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[Any]:
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[Any]:
+        began = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope == "module":
+                self._made[draw.shared(request.node.nodeid, fixturedef.argname)] = time.monotonic() - began
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[Any]:
         report = yield
         now = cpu_s()
         report.cpu_s, self._last = now - self._last, now
+        shares = {draw.shared(item.nodeid, name) for name in getattr(item, "fixturenames", ())} & self._made.keys()
+        report.shared_s = {name: [self._made[name], name not in self._told] for name in shares}
+        self._told |= shares
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -64,6 +81,8 @@ class Figures:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds = defaultdict[str, float](float)  # by test
+        self._shared = dict[str, dict[str, float]]()  # by test, and by what it shares
+        self._first = defaultdict[str, float](float)  # of what others share as well, by test
         self._cpu = defaultdict[str, float](float)
         self._workers_cpu_s = 0.0
         self._failed = False
@@ -72,6 +91,9 @@ class Figures:
         self._failed |= report.failed
         self._seconds[report.nodeid] += report.duration
         self._cpu[report.nodeid] += getattr(report, "cpu_s", 0.0)
+        shared = getattr(report, "shared_s", {})
+        self._shared.setdefault(report.nodeid, {}).update({name: seconds for name, (seconds, _) in shared.items()})
+        self._first[report.nodeid] += sum(seconds for seconds, first in shared.values() if first)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -82,6 +104,15 @@ class Figures:
         if cache and self._seconds:
             rounded = {test: round(seconds, 2) for test, seconds in self._seconds.items()}
             cache.set(KEPT, known(self._config) | rounded)
+            cache.set(ALONE, known(self._config, ALONE) | self._alone())
+
+    def _alone(self) -> dict[str, float]:
+        alone = dict[str, float]()
+        for test, seconds in self._seconds.items():
+            shared = self._shared.get(test, {})
+            alone |= {name: round(took, 2) for name, took in shared.items()}
+            alone[test] = round(seconds - self._first[test] + sum(shared.values()), 2)
+        return alone
 
     def _list_slow(self) -> str:
         """After a run of everything, and only then: a test that was not run would be missing from the list."""
@@ -90,7 +121,7 @@ class Figures:
         option, source = self._config.option, self._config.args_source
         if source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr or option.lf:
             return ""
-        return draw.list_slow(self._seconds)
+        return draw.list_slow(self._alone())
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if said := self._list_slow():

@@ -256,6 +256,19 @@ def test_own(number): ...
 def test_quick(number): ...
 """
 
+SHARED = """
+import pytest
+
+@pytest.fixture(scope="module")
+def made(): ...
+
+@pytest.mark.parametrize("number", range(6))
+def test_share(made, number): ...
+
+@pytest.mark.parametrize("number", [0])
+def test_quick(number): ...
+"""
+
 
 @pytest.fixture
 def tests(tmp_path) -> Path:
@@ -366,6 +379,17 @@ def test_what_a_change_touches_is_run_beside_its_share(slow):
     drawn = passed(lines(slow, "one", "two", MGPU_DRAW="470"), "test_slow")
     assert len([name for name in drawn if name.startswith("one/")]) == 16
     assert len([name for name in drawn if name.startswith("two/")]) < 12
+
+
+def test_tests_that_share_what_is_slow_are_drawn_together(slow):
+    (slow / "one" / "test_shared.py").write_text(SHARED)
+    with (slow / "slow.txt").open("a", encoding="utf-8") as names:
+        names.writelines(f"one/test_shared.py::{each}\n" for each in ("made", *(f"test_share[{n}]" for n in range(6))))
+    due = draw.ROUND + draw._hash("one/test_shared.py::made") % draw.ROUND
+    for number, drawn in ((due, {6}), (due + 1, {0, 6})):
+        printed = lines(slow, "one", MGPU_DRAW=str(number))
+        assert len(passed(printed, "test_share")) in drawn
+        assert len(passed(printed, "test_quick")) == 9, "the one beside them needs nothing slow"
 
 
 def test_what_alone_passes_lines_is_run_always_and_not_drawn_among(slow):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import draw
 import pytest
-from figures import KEPT, SLOWEST, Figures, Meter, cpu_s, folder
+from figures import ALONE, KEPT, SLOWEST, Figures, Meter, cpu_s, folder
 
 
 class Cache(dict[str, Any]):
@@ -24,8 +25,10 @@ def figures(lines, monkeypatch):
     monkeypatch.delenv("MGPU_DRAW", raising=False)  # `make test-all` sets it, and then lists what is slow
     adds = Figures(SimpleNamespace(cache=Cache({KEPT: {"tests/unit/test_old.py::test_a": 3.0}})))
 
-    def report(nodeid: str, seconds: float, cpu: float) -> None:
-        adds.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=seconds, cpu_s=cpu, failed=False))
+    def report(nodeid: str, seconds: float, cpu: float, **shared_s: tuple[float, bool]) -> None:
+        told = {draw.shared(nodeid, name): each for name, each in shared_s.items()}
+        given = SimpleNamespace(nodeid=nodeid, duration=seconds, cpu_s=cpu, shared_s=told, failed=False)
+        adds.pytest_runtest_logreport(given)
 
     report.adds, report.kept = adds, adds._config.cache
     report.printed = lambda: adds.pytest_terminal_summary(SimpleNamespace(write_line=lines.append)) or lines
@@ -63,6 +66,18 @@ def test_a_run_of_one_test_forgets_no_other(figures):
     assert figures.kept[KEPT] == {"tests/unit/test_old.py::test_a": 3.0, "tests/unit/plan/test_plan.py::test_a": 1.26}
 
 
+def test_alone_a_test_takes_what_others_of_its_file_share_with_it_as_well(figures):
+    file = "tests/unit/plan/test_plan.py"
+    figures(f"{file}::test_a", 5.0, 1.0, made=(4.0, True))  # its set-up, in which `made` was made
+    figures(f"{file}::test_a", 0.5, 1.0, made=(4.0, False))  # its call
+    figures(f"{file}::test_b", 0.5, 1.0, made=(4.0, False))
+    figures(f"{file}::test_c", 0.5, 1.0)
+    figures.adds.pytest_sessionfinish()
+    took = {"made": 4.0, "test_a": 5.5, "test_b": 4.5, "test_c": 0.5}
+    assert figures.kept[ALONE] == {f"{file}::{name}": seconds for name, seconds in took.items()}
+    assert figures.kept[KEPT][f"{file}::test_b"] == 0.5, "side by side they take as long as they took"
+
+
 @pytest.mark.parametrize(
     ("file", "name"),
     [("tests/unit/test_a.py", "unit"), ("tests/failure/test_a.py", "failure"), ("tests/test_a.py", ".")],
@@ -78,7 +93,7 @@ def test_a_report_says_how_much_cpu_its_step_has_used():
         end = cpu_s() + work_s
         while cpu_s() < end:
             pass
-        wrapped = meter.pytest_runtest_makereport()
+        wrapped = meter.pytest_runtest_makereport(SimpleNamespace(nodeid="tests/test_a.py::test_a"))
         next(wrapped)
         with pytest.raises(StopIteration) as returned:
             wrapped.send(SimpleNamespace())
