@@ -142,6 +142,11 @@ def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained, stage):
     assert "`gain`" in trained(f"zero-{stage}-scalars").error
 
 
+@pytest.mark.parametrize("stage", ZERO)
+def test_no_group_of_deepspeeds_own_waits_longer_for_a_rank_than_any_other(trained, stage):
+    assert json.loads((trained(f"zero-{stage}").home / "limits").read_text()) == []
+
+
 def test_stage_3_has_buffers_on_the_device_and_parameters_on_the_host_until_they_are_shared_out():
     strategy: Any = SimpleNamespace(zero_stage=3, place=SimpleNamespace(device=torch.device("meta")))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

@@ -170,6 +170,13 @@ class TestDifferences:
         (tmp_path / "meta.json").write_text(text)
         assert differences(tmp_path, self.meta) == []
 
+    @pytest.mark.parametrize(("strategy", "key"), [("deepspeed", "zero_stage"), ("hsdp", "replicas")])
+    def test_what_one_strategy_alone_reads_is_a_change_of_that_one_alone(self, tmp_path, strategy, key):
+        for name, changes in ((strategy, [f"{key}: 2 -> 4"]), ("fsdp", [])):
+            before, now = ({"strategy": name, "config": {key: value}} for value in (2, 4))
+            (tmp_path / "meta.json").write_text(json.dumps(before))
+            assert differences(tmp_path, now) == changes
+
     def test_what_follows_from_another_key_is_not_said_twice(self, tmp_path):
         (tmp_path / "meta.json").write_text(json.dumps({**self.meta, "world_size": 2, "mesh": "dp=2"}))
         assert differences(tmp_path, {**self.meta, "world_size": 4, "mesh": "dp=4"}) == ["world_size: 2 -> 4"]
