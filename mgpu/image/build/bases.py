@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import NamedTuple
 
 from e2b_dockerfile_utils import DockerfileInstruction, DockerfileSyntaxError, ShellLex, parse_dockerfile_ast
@@ -92,8 +93,14 @@ class Named:
         return f"image.args: the Dockerfile has no ARG {name}, the value is not used{meant}"
 
 
-def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") -> Named:
-    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for.
+def read(
+    recipe: bytes,
+    args: Mapping[str, str],
+    platform: str = "linux/amd64",
+    triggers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Named:
+    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for. `triggers`: the
+    instructions that images have for whoever begins with them (`ONBUILD`), as far as these are known.
 
     Raises:
         ImageError: builders would not take it for a Dockerfile.
@@ -105,7 +112,7 @@ def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") 
     except RecursionError as error:
         raise failures.unreadable(0, "it is nested too deep") from error
     given = {name: args.get(name, value) for name, value in _of_platforms(platform).items()}
-    reader = _Reader(args, given, parsed.escape_token)
+    reader = _Reader(args, given, parsed.escape_token, triggers)
     for each in parsed.instructions:
         reader.take(each)
     stages = tuple(reader.stages)
@@ -223,12 +230,13 @@ def _only_here(name: Reference, here: BaseImage, glance: Callable[[str], str | N
 @dataclass
 class _Reader:
     """Goes through a Dockerfile. `outer`: values for every FROM; `escape`: what takes a character's meaning away;
-    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works, "" as long as its
-    base image alone says so."""
+    `triggers`: see `read`; `inner`: values in each stage, which begins with its parent's; `folders`: where each one
+    works, "" as long as its base image alone says so."""
 
     args: Mapping[str, str]
     outer: dict[str, str]
     escape: str
+    triggers: Mapping[str, Sequence[str]]
     inner: list[dict[str, str]] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     stages: list[str] = field(default_factory=list)
@@ -250,9 +258,9 @@ class _Reader:
         elif each.name in ("COPY", "ADD") and self.stages:
             self._copy(each)
         elif each.name == "ONBUILD" and self.stages:  # carried out in each stage of this file that begins with this one
-            for later in parse_dockerfile_ast(each.original.partition(" ")[2]).instructions:
+            for later in _added(each.original.partition(" ")[2], each.start_line, each.original):
                 if later.name in ("COPY", "ADD"):
-                    self._copy(replace(later, start_line=each.start_line, original=each.original))
+                    self._copy(later)
 
     def _from(self, each: DockerfileInstruction) -> None:
         word, *rest = each.args
@@ -264,6 +272,9 @@ class _Reader:
         self.folders.append(self.folders[parent] if parent is not None else "/" if image.lower() == "scratch" else "")
         self.parents.append(parent)
         self.stages.append(rest[1].lower() if len(rest) > 1 and rest[0].upper() == "AS" else "")
+        for text in self.triggers.get(image, ()) if parent is None else ():
+            for later in _added(text, each.start_line, f"ONBUILD {text}` of `{image}"):
+                self.take(later)
 
     def _arg(self, each: DockerfileInstruction) -> None:
         values = self.inner[-1] if self.inner else self.outer
@@ -298,6 +309,11 @@ class _Reader:
             return ShellLex(self.escape, env=values, skip_unset_env=False).process_word(word)
         except ValueError:  # the builder will say so, where it comes to that
             return unknown
+
+
+def _added(text: str, line: int, shown: str) -> list[DockerfileInstruction]:
+    """What a trigger does, on the line at which it comes into the Dockerfile."""
+    return [replace(each, start_line=line, original=shown) for each in parse_dockerfile_ast(text).instructions]
 
 
 def _number(stage: str, stages: Sequence[str]) -> int | None:
