@@ -112,32 +112,33 @@ def test_who_was_right_before_is_not_suspected(judged, monkeypatch):
     assert (judged.of(Y, 1).lost, judged.damaged) == ((), [X, Y])
 
 
-@pytest.mark.parametrize("why", ["late", "stop"])
-def test_the_machines_wait_for_the_operators_reading_for_a_while_only(judged, why):
-    if why == "stop":
-        Folder("run-1").stop.touch()
-    times = iter([0.0, damage.READ_S + 1])
-    ended = judged.of(X, 1, clock=lambda: next(times) if why == "late" else 0.0)
-    assert (judged.damaged, ended.stopped_by) == ([X], StopReason.USER if why == "stop" else None)
-    assert any("could not be read here" in each.text for each in judged.world.of(Warned))
-
-
-def test_a_limit_that_is_reached_meanwhile_ends_the_run_though_the_store_says_nothing(judged, monkeypatch):
-    silent, over = threading.Event(), threading.Event()
+@pytest.fixture
+def silent(monkeypatch):
+    """Set once the store is asked for an object, and says nothing as long as the test lasts."""
+    asked, over = threading.Event(), threading.Event()
 
     def read(*_given):
-        silent.set()
+        asked.set()
         assert over.wait(60)
+
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.pack.surely", read)
+    yield asked
+    over.set()
+
+
+@pytest.mark.parametrize("why", [None, StopReason.USER, StopReason.BUDGET])
+def test_the_machines_wait_for_the_operators_reading_for_a_while_only(judged, silent, why):
+    """And for none of it once the run is to end: no attempt follows."""
 
     class Near:
         def check(self, _now, _record):
-            return StopReason.BUDGET if silent.is_set() else None
+            return StopReason.BUDGET if why is StopReason.BUDGET and silent.is_set() else None
 
-    monkeypatch.setattr("mgpu_train.checkpoint.transfer.pack.surely", read)
-    try:
-        assert judged.of(X, 1, limits=[Near()]).stopped_by is StopReason.BUDGET
-    finally:
-        over.set()
+    if why is StopReason.USER:
+        Folder("run-1").stop.touch()
+    late = why is None
+    ended = judged.of(X, 1, limits=[Near()], clock=lambda: late and silent.is_set() and damage.READ_S + 1)
+    assert (judged.damaged, ended.stopped_by) == ([X], why)
     assert any("could not be read here" in each.text for each in judged.world.of(Warned))
 
 
