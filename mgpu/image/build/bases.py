@@ -51,11 +51,12 @@ class Named:
     """What a Dockerfile names. `images`: of `FROM`, `COPY --from` and `RUN --mount`, each once, and `uses`, each place
     where they are; its own stages and `scratch` are none. `stages`: in order, in lower case as builders compare them,
     "" for one without a name; `parents`: the number of the stage that each one begins with, None for an image. `args`:
-    of every ARG. `copied`: what is taken out of the context, and from stage to stage."""
+    every ARG, with the value that it has last, "" for none. `copied`: what is taken out of the context, and from stage
+    to stage."""
 
     images: tuple[str, ...]
     stages: tuple[str, ...]
-    args: frozenset[str]
+    args: Mapping[str, str]
     parents: tuple[int | None, ...] = ()
     uses: tuple[Use, ...] = ()
     copied: tuple[Copied, ...] = ()
@@ -119,8 +120,7 @@ def read(
     borrowed = (use for each in parsed.instructions for use in _borrowed(each) if not _own(use.image, stages))
     uses = sorted([*reader.uses, *borrowed], key=lambda use: use.at.start_line)
     images = tuple(dict.fromkeys(use.image for use in uses))
-    known = frozenset(reader.known)
-    return Named(images, stages, known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
+    return Named(images, stages, reader.known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
 
 
 class BaseImage(NamedTuple):
@@ -238,7 +238,7 @@ class _Reader:
     escape: str
     triggers: Mapping[str, Sequence[str]]
     inner: list[dict[str, str]] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
+    known: dict[str, str] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     parents: list[int | None] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
@@ -280,10 +280,10 @@ class _Reader:
         values = self.inner[-1] if self.inner else self.outer
         for word in each.args:
             name, has_default, default = word.partition("=")
-            self.known.add(name)
             unknown = "*" if self.inner else ""  # the base image may have what no line of this file sets
             value = self._filled(default, values, unknown) if has_default else self.outer.get(name)
             value = self.args.get(name, value)
+            self.known[name] = value or ""
             if value is not None:
                 values[name] = value
 
