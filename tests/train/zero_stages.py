@@ -62,6 +62,31 @@ class Scalars(Oddities):
         return Odd()
 
 
+class Based(Rotation):
+    """Goes on from no checkpoint of another base, as adapters do not: its model says so as it is loaded."""
+
+    base = 1.5
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.register_load_state_dict_pre_hook(self._refuse)
+        return made
+
+    def initialise(self, model: nn.Module) -> None:
+        super().initialise(model)
+        model.get_buffer("scale").fill_(self.base)
+
+    def _refuse(self, _model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if float(state[f"{prefix}scale"]) != self.base:
+            raise TrainError("it is of another base")
+
+
+class OtherBase(Based):
+    """Of which nothing else is different."""
+
+    base = 2.5
+
+
 class BadLoss(Rotation):
     """The loss of one step is infinite, and its gradient is as good as any."""
 
