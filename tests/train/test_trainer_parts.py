@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from mgpu_train import engines
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
 from mgpu_train.engines.buffers import Buffers
@@ -437,6 +438,19 @@ class TestFit:
         """FSDP leaves what it had gathered for a backward pass that never came; others wait for keys and values."""
         with pytest.raises(TrainError, match=r"8 samples lack memory on rank 0.*Say `micro_batch: 4`"):
             self.fit(shards=shards, context=context).largest(16, 0)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_strategys_own_engine_takes_no_pipeline_that_it_does_not_know(pipeline):
+    """Another one in its place would train in another way, without a word."""
+    strategy: Any = SimpleNamespace(place=SimpleNamespace(pipeline=pipeline), engine="mgpu_train.engines.plain:Plain")
+    if pipeline == 1:
+        assert engines.of(strategy) is Plain
+        return
+    with pytest.raises(TrainError, match=r"plain:Plain is no class that is derived from .*\.Pipelined"):
+        engines.of(strategy)
+    strategy.engine = None
+    assert engines.of(strategy).__name__ == "Pipelined"
 
 
 class TestPatience:
