@@ -1,7 +1,8 @@
 """Writes the lock files of the images from uv.lock, and what the trainer's Dockerfile says of torch. Run after changing
 that.
 
-Torch and what only torch needs have a file of their own: they are a layer of their own, and may be mounted instead.
+Torch and what only torch needs have a file of their own: they are a layer of their own, and may be mounted instead. So
+has each extra of mgpu-train, as an image has those alone that it is built with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATOR, FOLDER = (ROOT / "images" / name for name in ("operator", "trainer"))
+EXTRAS = ("deepspeed", "hf", "recommender", "timm", "torchao", "vision")  # mgpu-train's, beside torch
 _HEAD = "# written by scripts/write_image_locks.py\n"
 _EXPORT = (
     *("export", "--frozen", "--quiet", "--no-dev", "--no-emit-workspace"),
@@ -45,6 +47,8 @@ def texts() -> dict[Path, str]:
     """Every file that is written, whole."""
     base = exported()
     torch = [package for package in exported("--extra", "torch") if package not in base]
+    extras = {name: exported("--extra", name) for name in EXTRAS}
+    there = {*base, *torch}
     cuda = ".".join(release(torch, "cuda-toolkit").split(".")[:2])
     dockerfile = said((FOLDER / "Dockerfile").read_text(encoding="utf-8"), "TORCH", release(torch, "torch"))
     return {
@@ -52,6 +56,10 @@ def texts() -> dict[Path, str]:
         FOLDER / "requirements.lock": _HEAD + "".join(base),
         FOLDER / "torch.lock": _HEAD + "".join(torch),
         FOLDER / "Dockerfile": said(dockerfile, "CUDA", cuda),
+        **{
+            FOLDER / "extras" / f"{name}.lock": _HEAD + "".join(each for each in packages if each not in there)
+            for name, packages in extras.items()
+        },
     }
 
 

@@ -24,4 +24,7 @@ mkdir /opt/torch
 if [ -n "$TORCH" ]; then install --target /opt/torch -r torch.lock; fi
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 printf '%s\n' /opt/mgpu/src /opt/torch > "$site/mgpu.pth"
+for extra in $EXTRAS; do # DeepSpeed is a source package: torch's setuptools build it, not an older one of the venv
+    PYTHONPATH=/opt/torch install --no-binary deepspeed --no-build-isolation --use-pep517 -r "extras/$extra.lock"
+done
 "$python" labels.py

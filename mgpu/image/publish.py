@@ -183,8 +183,11 @@ class _Publishing:
         recipe, engine = self._recipe(made_of), self._engine()
         for each in made_of.named.unused(self._spec.args):
             self._warn(each)
+        private = (self._spec.secrets or self._spec.ca_file) and recipe.asks
         for base, found in made_of.bases.items():
-            self._pull(Reference.parse(base), found)
+            self._pull(Reference.parse(base), found, needed=bool(private))
+        if private:
+            self._require_no_trigger(made_of)
         self._emit(Note(f"building {name}"))
         image = engine.build(recipe, self._emit)
         for base, before in made_of.bases.items():
@@ -192,13 +195,23 @@ class _Publishing:
         engine.tag(image, str(name))
         return image
 
-    def _pull(self, name: Reference, base: bases.BaseImage) -> None:
-        """A base that the builder has no login for: it asks docker's configuration alone."""
+    def _pull(self, name: Reference, base: bases.BaseImage, *, needed: bool) -> None:
+        """A base that the builder has no login for: it asks docker's configuration alone. `needed`: any other, too."""
         there = name.at(base.digest)
-        if not base.pinned or auths.is_dockers(name.registry) or self._engine().inspect(there) is not None:
+        dockers = auths.is_dockers(name.registry) and not needed
+        if not base.pinned or dockers or self._engine().inspect(there) is not None:
             return
         self._emit(Note(f"pulling the base image {there}"))
         self._engine().pull(there, self._spec.platform, self._auth(name))
+
+    def _require_no_trigger(self, made_of: _MadeOf) -> None:
+        """An `ONBUILD COPY . /app` of a base image takes `.build` along, as one of the Dockerfile's own would."""
+        folder, triggers = made_of.folder, dict[str, tuple[str, ...]]()
+        for base, now in made_of.bases.items():
+            found = self._engine().inspect(Reference.parse(base).at(now.digest) if now.pinned else base)
+            triggers[base] = found.triggers if found else ()
+        named = bases.read(folder.recipe, self._spec.args, self._spec.platform, triggers)
+        archive.require_thrown_away(named, self._spec.target, folder.dockerfile, self._spec.secrets)
 
     def _require_same(self, base: str, before: bases.BaseImage) -> None:
         """The engine's own images cannot be built on by their digest."""

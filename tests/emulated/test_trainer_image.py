@@ -5,6 +5,7 @@ Torch is not built in: this is the variant that has it mounted, read-only, from 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,6 +172,27 @@ def test_changed_sources_of_mgpu_train_move_their_own_layer_alone(
 
 def layers(engine: Engine, image: str) -> list[str]:
     return json.loads(engine.docker("inspect", "--format", "{{json .RootFS.Layers}}", image).stdout)
+
+
+def test_an_extra_is_in_an_image_that_is_built_with_it(builder: Engine, image: str, index: Index, tmp_path: Path):
+    places = {"PIP_FIND_LINKS": f"{index.url} /build/extras"}
+    folder = trainer.context(shipped.trainer_context(), tmp_path / "context", index, places, CERTIFICATE)
+    wheel = folder / "extras" / "tiny-1.0-py3-none-any.whl"
+    about = "tiny-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("tiny.py", "said = 'here'\n")
+        packed.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        packed.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(f"{about}/RECORD", f"tiny.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (folder / "extras" / "tiny.lock").write_text(f"tiny==1.0 --hash=sha256:{digest}\n")
+    done = build(builder, folder, "trainer:extra", EXTRAS="tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    code = "import tiny, pydantic; print(tiny.said)"
+    assert run(builder, "trainer:extra", "-c", code, options=("--entrypoint", "python")) == "here"
+    refused = build(builder, folder, "trainer:none", EXTRAS="tiny nothing")
+    assert refused.returncode
+    assert "extras/nothing.lock" in refused.stdout + refused.stderr
 
 
 def test_an_image_that_is_not_what_its_labels_say_is_refused(builder: Engine, image: str, index: Index, tmp_path: Path):

@@ -55,6 +55,8 @@ def by_stage(stage: int) -> Stories:
         f"{name}-from-fsdp": {**zero, "resume": "fsdp"},
         f"fsdp-from-{name}": {**DDP, "strategy": "fsdp", "resume": name},
         f"{name}-scalars": {**zero, "task": "zero_stages:Scalars"},
+        f"{name}-base": {**zero, "task": "zero_stages:Based"},
+        f"{name}-other-base": {**zero, "task": "zero_stages:OtherBase", "resume": f"{name}-base"},
     }
     if stage < 3:
         two[f"{name}-ema"] = {**zero, "ema": 0.9}
@@ -140,6 +142,18 @@ def test_the_average_of_parameters_is_that_of_replicas_and_goes_on(trained, same
 @pytest.mark.parametrize("stage", ZERO)
 def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained, stage):
     assert "`gain`" in trained(f"zero-{stage}-scalars").error
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_a_checkpoint_that_the_model_itself_refuses_is_not_gone_on_from(trained, stage):
+    """As adapters refuse one that was learned for other weights."""
+    assert not trained(f"zero-{stage}-base").error
+    assert trained(f"zero-{stage}-other-base").error == "it is of another base"
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_no_group_of_deepspeeds_own_waits_longer_for_a_rank_than_any_other(trained, stage):
+    assert json.loads((trained(f"zero-{stage}").home / "limits").read_text()) == []
 
 
 def test_stage_3_has_buffers_on_the_device_and_parameters_on_the_host_until_they_are_shared_out():

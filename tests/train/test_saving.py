@@ -28,9 +28,11 @@ from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.checkpoint.state import ModelPart, OptimizerPart, Part
+from mgpu_train.config import EarlyStopping
 from mgpu_train.errors import TrainError
 from mgpu_train.health.hardware import free_bytes
 from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.metrics.patience import Patience
 from mgpu_train.parallel import Place
 from torch import nn
 from torch.distributed.checkpoint import state_dict
@@ -381,6 +383,26 @@ def test_a_parameter_that_had_no_gradient_is_no_reason_against_a_resume(tmp_path
     (tmp_path / "step-2" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(TrainError, match=r"another optimizer: `state\.idle\.weight\.exp_avg` is absent"):
         made(())[2].load(tmp_path / "step-2")
+
+
+def test_patience_with_another_value_than_the_checkpoints_begins_anew(tmp_path):
+    """Else a loss, which is never below an accuracy of before, would end training in silence."""
+
+    def made(**watched: Any) -> tuple[Patience, Checkpointer]:
+        patience, linear = Patience(EarlyStopping(patience=2, **watched)), nn.Linear(5, 3)
+        parts = {**parts_of(linear, torch.optim.AdamW(linear.parameters())), "patience": patience}
+        return patience, Checkpointer(parts, Alone(0, 0, 1, CPU, None, None), "all", {})  # type: ignore[arg-type]
+
+    before, checkpointer = made(metric="accuracy", mode="max")
+    for accuracy in (0.9, 0.8):
+        before.take({"accuracy": accuracy})
+    checkpointer.save(tmp_path, Progress(1, 2))
+    for watched, over in (({"metric": "accuracy", "mode": "max"}, True), ({"metric": "loss"}, False)):
+        patience, checkpointer = made(**watched)
+        checkpointer.load(tmp_path / "step-1")
+        for loss in (0.5, 0.4):
+            patience.take({"accuracy": 0.85, "loss": loss})
+        assert patience.over is over
 
 
 def test_memory_is_laid_out_once(one, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from mgpu_train import engines
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
 from mgpu_train.engines.buffers import Buffers
@@ -169,6 +170,13 @@ class TestDifferences:
     def test_one_that_is_none_is_fine(self, tmp_path, text):
         (tmp_path / "meta.json").write_text(text)
         assert differences(tmp_path, self.meta) == []
+
+    @pytest.mark.parametrize(("strategy", "key"), [("deepspeed", "zero_stage"), ("hsdp", "replicas")])
+    def test_what_one_strategy_alone_reads_is_a_change_of_that_one_alone(self, tmp_path, strategy, key):
+        for name, changes in ((strategy, [f"{key}: 2 -> 4"]), ("fsdp", [])):
+            before, now = ({"strategy": name, "config": {key: value}} for value in (2, 4))
+            (tmp_path / "meta.json").write_text(json.dumps(before))
+            assert differences(tmp_path, now) == changes
 
     def test_what_follows_from_another_key_is_not_said_twice(self, tmp_path):
         (tmp_path / "meta.json").write_text(json.dumps({**self.meta, "world_size": 2, "mesh": "dp=2"}))
@@ -430,6 +438,19 @@ class TestFit:
         """FSDP leaves what it had gathered for a backward pass that never came; others wait for keys and values."""
         with pytest.raises(TrainError, match=r"8 samples lack memory on rank 0.*Say `micro_batch: 4`"):
             self.fit(shards=shards, context=context).largest(16, 0)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_strategys_own_engine_takes_no_pipeline_that_it_does_not_know(pipeline):
+    """Another one in its place would train in another way, without a word."""
+    strategy: Any = SimpleNamespace(place=SimpleNamespace(pipeline=pipeline), engine="mgpu_train.engines.plain:Plain")
+    if pipeline == 1:
+        assert engines.of(strategy) is Plain
+        return
+    with pytest.raises(TrainError, match=r"plain:Plain is no class that is derived from .*\.Pipelined"):
+        engines.of(strategy)
+    strategy.engine = None
+    assert engines.of(strategy).__name__ == "Pipelined"
 
 
 class TestPatience:

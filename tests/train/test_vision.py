@@ -5,16 +5,21 @@ from __future__ import annotations
 import gzip
 import struct
 from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import real_data
 import torch
+from mgpu_train.config import TrainConfig
 from mgpu_train.data.images import open_splits
 from mgpu_train.errors import TrainError
 from mgpu_train.models.resnet import DEPTHS, ResNet
-from mgpu_train.strategies.initial import synchronise, whole
+from mgpu_train.parallel import Place
+from mgpu_train.strategies.initial import _prepare, synchronise, whole
+from mgpu_train.strategies.precision import POLICIES
+from mgpu_train.tasks.base import Layout
 from mgpu_train.tasks.entry import VISION
 from mgpu_train.tasks.vision import Vision
 from mgpu_train.tasks.vision_config import VisionOptions
@@ -153,6 +158,22 @@ def test_norms_that_do_more_than_torchs_are_not_made_torchs():
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(BatchNormAct2d(3)))
     synchronise(network)
     assert [type(each) for each in (network[0], network[1][0])] == [nn.SyncBatchNorm, BatchNormAct2d]
+
+
+@pytest.mark.parametrize(("stages", "groups"), [(1, []), (2, [[0, 1, 2, 3], [4, 5, 6, 7]])])
+def test_batch_norms_on_gpus_see_the_ranks_of_their_own_stage_alone(monkeypatch, stages, groups):
+    """The others' batch norms are of other layers, or there are none, and all would wait for them."""
+    asked, own, nothing = list[list[int]](), object(), None
+    monkeypatch.setattr(
+        torch.distributed, "new_subgroups_by_enumeration", lambda every: asked.extend(every) or (own, None)
+    )
+    place = Place(0, 0, 8, torch.device("cuda"), nothing, nothing, pipeline=stages)  # type: ignore[arg-type]
+    strategy: Any = SimpleNamespace(place=place, policy=POLICIES["fp32"])
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)))
+    _prepare(nothing, model, Layout(), TrainConfig(), strategy)  # type: ignore[arg-type]
+    norm: Any = model[0][0]
+    assert (type(norm), asked) == (nn.SyncBatchNorm, groups)
+    assert norm.process_group is (own if groups else None)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What test_deepspeed.py looks at: trainings by DeepSpeed's ZeRO and by others, one after the other, by forked ranks.
 
 `zero_stages.py OUT STORIES`: STORIES is JSON, for each number of ranks and name {resume, settings...}; `resume`: from
-step 3 of another one. It writes into OUT/NAME/, and what was refused into OUT/NAME/error. All packages are imported
-once, before ranks are forked.
+step 3 of another one. It writes into OUT/NAME/, what was refused into OUT/NAME/error, and into OUT/NAME/limits
+what collectives may take, in seconds, but for LIMIT_S. All packages are imported once, before ranks are forked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mgpu_train.data.base import Batch
 from mgpu_train.errors import TrainError
 from mgpu_train.tasks.base import Loss
 from products import Chain, Rotation
-from saves import ranks
+from saves import LIMIT_S, ranks
+from torch import distributed as dist
 from torch import nn
 
 BAD_STEP = 2  # of training
@@ -59,6 +60,31 @@ class Scalars(Oddities):
 
     def model(self) -> nn.Module:
         return Odd()
+
+
+class Based(Rotation):
+    """Goes on from no checkpoint of another base, as adapters do not: its model says so as it is loaded."""
+
+    base = 1.5
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.register_load_state_dict_pre_hook(self._refuse)
+        return made
+
+    def initialise(self, model: nn.Module) -> None:
+        super().initialise(model)
+        model.get_buffer("scale").fill_(self.base)
+
+    def _refuse(self, _model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if float(state[f"{prefix}scale"]) != self.base:
+            raise TrainError("it is of another base")
+
+
+class OtherBase(Based):
+    """Of which nothing else is different."""
+
+    base = 2.5
 
 
 class BadLoss(Rotation):
@@ -100,6 +126,9 @@ def train(out: Path, name: str, place: parallel.Place, resume: str | None = None
         products.train(out, name, resume, place, **settings)
     except TrainError as error:
         (out / name / "error").write_text(str(error))
+    every = dist.distributed_c10d._world.pg_map
+    limits = {each._get_backend(place.device).options._timeout.total_seconds() for each in every}
+    (out / name / "limits").write_text(json.dumps(sorted(limits - {LIMIT_S})))
 
 
 def _all_shared(config: dict[str, Any]) -> dict[str, Any]:

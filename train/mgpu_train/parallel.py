@@ -50,7 +50,6 @@ class Place:
     context: int = 1  # copies that share each sequence; neighbours
     pipeline: int = 1  # stages, each of so many blocks; furthest from one another
     mesh: DeviceMesh | None = None  # where ranks are parted by more than their data: DIMENSIONS
-    limit: timedelta | None = None  # of a collective; None: torch's own
 
     @property
     def dp_rank(self) -> int:
@@ -116,8 +115,9 @@ class Place:
 def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
     """Meet the other ranks where torchrun's variables say; without them, be the only one.
 
-    A collective that takes longer than `timeout_s` seconds is an error, and one of a save longer than `save_s`: ranks
-    wait there for each other's disks. `gpus` are those that this node has to have.
+    A collective that takes longer than `timeout_s` seconds is an error, also of a group that anybody makes later, and
+    one of a save longer than `save_s`: ranks wait there for each other's disks. `gpus` are those that this node has to
+    have.
 
     Raises:
         MachineError: it has fewer, and was waited for.
@@ -126,6 +126,8 @@ def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank, gpus)
     timeout = timedelta(seconds=timeout_s)
+    default: Any = dist.distributed_c10d  # a mesh, DTensors and DeepSpeed name no limit to the groups that they make
+    default.default_pg_timeout = default.default_pg_nccl_timeout = timeout
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         # with its device a rank need not guess it, and connects at once: what cannot connect is seen here
@@ -136,7 +138,7 @@ def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
     control, saving = (dist.new_group(backend="gloo", timeout=limit) for limit in (timeout, timedelta(seconds=save_s)))
     assert isinstance(control, dist.ProcessGroup)  # noqa: S101 - every rank is a member
     assert isinstance(saving, dist.ProcessGroup)  # noqa: S101
-    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control, saving, limit=timeout)
+    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control, saving)
 
 
 def leave() -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import NamedTuple
 
 from e2b_dockerfile_utils import DockerfileInstruction, DockerfileSyntaxError, ShellLex, parse_dockerfile_ast
@@ -50,11 +51,12 @@ class Named:
     """What a Dockerfile names. `images`: of `FROM`, `COPY --from` and `RUN --mount`, each once, and `uses`, each place
     where they are; its own stages and `scratch` are none. `stages`: in order, in lower case as builders compare them,
     "" for one without a name; `parents`: the number of the stage that each one begins with, None for an image. `args`:
-    of every ARG. `copied`: what is taken out of the context, and from stage to stage."""
+    every ARG, with the value that it has last, "" for none. `copied`: what is taken out of the context, and from stage
+    to stage."""
 
     images: tuple[str, ...]
     stages: tuple[str, ...]
-    args: frozenset[str]
+    args: Mapping[str, str]
     parents: tuple[int | None, ...] = ()
     uses: tuple[Use, ...] = ()
     copied: tuple[Copied, ...] = ()
@@ -92,8 +94,14 @@ class Named:
         return f"image.args: the Dockerfile has no ARG {name}, the value is not used{meant}"
 
 
-def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") -> Named:
-    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for.
+def read(
+    recipe: bytes,
+    args: Mapping[str, str],
+    platform: str = "linux/amd64",
+    triggers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Named:
+    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for. `triggers`: the
+    instructions that images have for whoever begins with them (`ONBUILD`), as far as these are known.
 
     Raises:
         ImageError: builders would not take it for a Dockerfile.
@@ -105,15 +113,14 @@ def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") 
     except RecursionError as error:
         raise failures.unreadable(0, "it is nested too deep") from error
     given = {name: args.get(name, value) for name, value in _of_platforms(platform).items()}
-    reader = _Reader(args, given, parsed.escape_token)
+    reader = _Reader(args, given, parsed.escape_token, triggers)
     for each in parsed.instructions:
         reader.take(each)
     stages = tuple(reader.stages)
     borrowed = (use for each in parsed.instructions for use in _borrowed(each) if not _own(use.image, stages))
     uses = sorted([*reader.uses, *borrowed], key=lambda use: use.at.start_line)
     images = tuple(dict.fromkeys(use.image for use in uses))
-    known = frozenset(reader.known)
-    return Named(images, stages, known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
+    return Named(images, stages, reader.known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
 
 
 class BaseImage(NamedTuple):
@@ -223,14 +230,15 @@ def _only_here(name: Reference, here: BaseImage, glance: Callable[[str], str | N
 @dataclass
 class _Reader:
     """Goes through a Dockerfile. `outer`: values for every FROM; `escape`: what takes a character's meaning away;
-    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works, "" as long as its
-    base image alone says so."""
+    `triggers`: see `read`; `inner`: values in each stage, which begins with its parent's; `folders`: where each one
+    works, "" as long as its base image alone says so."""
 
     args: Mapping[str, str]
     outer: dict[str, str]
     escape: str
+    triggers: Mapping[str, Sequence[str]]
     inner: list[dict[str, str]] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
+    known: dict[str, str] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     parents: list[int | None] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
@@ -250,9 +258,9 @@ class _Reader:
         elif each.name in ("COPY", "ADD") and self.stages:
             self._copy(each)
         elif each.name == "ONBUILD" and self.stages:  # carried out in each stage of this file that begins with this one
-            for later in parse_dockerfile_ast(each.original.partition(" ")[2]).instructions:
+            for later in _added(each.original.partition(" ")[2], each.start_line, each.original):
                 if later.name in ("COPY", "ADD"):
-                    self._copy(replace(later, start_line=each.start_line, original=each.original))
+                    self._copy(later)
 
     def _from(self, each: DockerfileInstruction) -> None:
         word, *rest = each.args
@@ -264,15 +272,18 @@ class _Reader:
         self.folders.append(self.folders[parent] if parent is not None else "/" if image.lower() == "scratch" else "")
         self.parents.append(parent)
         self.stages.append(rest[1].lower() if len(rest) > 1 and rest[0].upper() == "AS" else "")
+        for text in self.triggers.get(image, ()) if parent is None else ():
+            for later in _added(text, each.start_line, f"ONBUILD {text}` of `{image}"):
+                self.take(later)
 
     def _arg(self, each: DockerfileInstruction) -> None:
         values = self.inner[-1] if self.inner else self.outer
         for word in each.args:
             name, has_default, default = word.partition("=")
-            self.known.add(name)
             unknown = "*" if self.inner else ""  # the base image may have what no line of this file sets
             value = self._filled(default, values, unknown) if has_default else self.outer.get(name)
             value = self.args.get(name, value)
+            self.known[name] = value or ""
             if value is not None:
                 values[name] = value
 
@@ -298,6 +309,11 @@ class _Reader:
             return ShellLex(self.escape, env=values, skip_unset_env=False).process_word(word)
         except ValueError:  # the builder will say so, where it comes to that
             return unknown
+
+
+def _added(text: str, line: int, shown: str) -> list[DockerfileInstruction]:
+    """What a trigger does, on the line at which it comes into the Dockerfile."""
+    return [replace(each, start_line=line, original=shown) for each in parse_dockerfile_ast(text).instructions]
 
 
 def _number(stage: str, stages: Sequence[str]) -> int | None:

@@ -26,13 +26,15 @@ _SLOW = "Try again: what was built and pushed so far is not done twice."
 
 @dataclass(frozen=True)
 class Inspected:
-    """An image that the engine has. `layers`: SHA-256 of each before compression, lowest first."""
+    """An image that the engine has. `layers`: SHA-256 of each before compression, lowest first; `triggers`: what an
+    `ONBUILD` of it adds to a Dockerfile that begins with it."""
 
     id: str
     platform: str
     digests: tuple[str, ...]
     layers: tuple[str, ...]
     labels: Mapping[str, str]
+    triggers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class DockerEngine:
             tuple(data.get("RepoDigests") or ()),
             tuple((data.get("RootFS") or {}).get("Layers") or ()),
             (data.get("Config") or {}).get("Labels") or {},
+            tuple((data.get("Config") or {}).get("OnBuild") or ()),
         )
 
     def _build(self, recipe: Recipe, packed: IO[bytes], emit: Emit, words: progress.Words) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from mgpu_train.tasks import extras
 
 from mgpu.acquire import fit
 from mgpu.acquire.fit import ANY, Machines
@@ -85,6 +88,7 @@ def look(spec: RunSpec, base: Path) -> Looked | None:
     """
     if spec.image is None:
         return None
+    _require_extras(spec, spec.image, base)
     site = _site(spec, spec.image, base)
     found = (publish.find if spec.image.builds else publish.ensure)(spec.image, site)
     if found is None:
@@ -104,6 +108,7 @@ def settle(spec: RunSpec, base: Path, emit: Emit = ignore, machines: Machines = 
     """
     if spec.image is None:
         return None
+    _require_extras(spec, spec.image, base)
     site = _site(spec, spec.image, base)
     begin = time.monotonic()
     emit(PhaseStarted("image", (spec.image.reference or spec.image.repository or "").partition("@")[0]))
@@ -174,11 +179,32 @@ def _compare(spec: RunSpec, base: Path, reference: str, emit: Emit) -> None:
 
 def unused_args(image: ImageSpec, base: Path) -> list[str]:
     """What is said of arguments that the Dockerfile does not take; nothing where it cannot be read."""
+    return _named(image, base).unused(image.args) if image.args else []
+
+
+def _named(image: ImageSpec, base: Path) -> bases.Named:
     try:
-        recipe = (context.folder_of(image, base) / image.dockerfile).read_bytes() if image.args else b""
+        recipe = (context.folder_of(image, base) / image.dockerfile).read_bytes()
     except OSError:
-        return []  # whoever looks at the image says it
-    return bases.read(recipe, image.args).unused(image.args)
+        recipe = b""  # whoever looks at the image says it
+    return bases.read(recipe, image.args)
+
+
+def _require_extras(spec: RunSpec, image: ImageSpec, base: Path) -> None:
+    """The trainer's image has what its Dockerfile says. Of other images, and of what a run installs beside one, nothing
+    is known."""
+    installs = spec.setup or (spec.code and spec.code.requirements)
+    if spec.train is None or installs or not image.builds or image.context is not None:
+        return
+    said = _named(image, base).args.get("EXTRAS")
+    if said is None:  # an older copy of the user's
+        return
+    there = tuple(said.split())
+    if lacking := extras.lacking(spec.train, there):
+        extra, key = next(iter(lacking.items()))
+        why = f"It is built with {', '.join(there) or 'none'} of mgpu-train's extras, and {key} needs `{extra}`."
+        cure = f"Write `image: {{args: {{EXTRAS: {json.dumps(' '.join((*there, *lacking)))}}}}}`."
+        raise InputError(f"image: the trainer's image lacks {' and '.join(lacking)}", why, cure)
 
 
 def remember(record: Record, image: Settled | None) -> None:

@@ -207,13 +207,14 @@ def watch(
     if not session.record.begun_at:  # by an earlier mgpu
         session.record.begun_at = time.time()
         session.save()
+    ends = limits(session.record, session.timeouts)
     with session.phase("training"):
         supervisor = Supervisor(
             session,
             nodes,
             provider=provider,
             handle=handle_of(fleet),
-            limits=limits(session.record, session.timeouts),
+            limits=ends,
             processes_per_node=request.spec.processes,
             keys=keys,
             sent=sent,
@@ -224,7 +225,7 @@ def watch(
         outputs.collect(session, request, nodes, ended.lost)
         metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
         if ended.damaged:
-            ended = damage.judge(session, fleet, nodes, ended)
+            ended = damage.judge(session, fleet, nodes, ended, ends)
         if not ended.succeeded:
             catch_up(session, request)
         borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says

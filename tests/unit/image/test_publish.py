@@ -695,6 +695,33 @@ def test_a_dockerfile_that_would_keep_them_is_refused_before_anybody_is_asked(at
             asked(spec("127.0.0.1:1", ca_file="ca.pem"), given)
 
 
+@pytest.mark.parametrize("where", ["engine", "registry"])
+def test_a_base_image_that_would_keep_them_by_a_trigger_is_refused(
+    at: Path, engine: engines.Engine, registry: Registry, where: str
+):
+    """`ONBUILD` of an image is part of each Dockerfile that begins with it, and stands in none."""
+    (at / "ca.pem").write_bytes(certificate()[0])
+    image = spec(registry.address, f"by-trigger-{where}", ca_file="ca.pem", secrets=["TOKEN"])
+    given = site(at, environ={"TOKEN": CANARY_SECRET})
+    for name, trigger in {"all": "COPY . /app", "code": "COPY code /app"}.items():
+        base = f"{registry.address}/{name}-{where}:1"
+        folder = at / name
+        folder.mkdir()
+        pyimage.dockerfile(engine, folder, base, f"FROM base:1\nONBUILD {trigger}\n")
+        if where == "registry":
+            engine.docker("push", base)
+            engine.docker("image", "rm", base)
+        text = THROWN_AWAY.replace("FROM base:1\nCOPY --from", f"FROM {base}\nCOPY --from")
+        (at / "context/Dockerfile").write_text(text)
+        if name == "code":
+            assert CANARY_SECRET not in everything(engine, publish.ensure(image, given).reference)
+            continue
+        with pytest.raises(InputError, match=r"image\.secrets would end in the image: Dockerfile, line 4") as raised:
+            publish.ensure(image, given)
+        assert f"`ONBUILD COPY . /app` of `{base}`" in raised.value.why
+        assert publish.find(image, given) is None
+
+
 @pytest.mark.parametrize("line", ["COPY . /all/", "RUN echo mypkg.build"])
 def test_words_that_only_look_like_it_bring_nothing_into_the_context(at: Path, engine: engines.Engine, line: str):
     (at / "context/Dockerfile").write_text(f"FROM base:1\nCOPY . /all/\n{line}\n")

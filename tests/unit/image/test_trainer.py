@@ -73,6 +73,14 @@ def text(name: str) -> str:
     return (TRAINER / name).read_text()
 
 
+@pytest.mark.parametrize("lock", sorted(path.name for path in (TRAINER / "extras").glob("*")))
+def test_the_lock_of_an_extra_has_what_the_image_lacks_pinned_and_hashed(lock: str):
+    locked, there = text(f"extras/{lock}"), text("requirements.lock") + text("torch.lock")
+    hashed = re.findall(r"^(\S+?)==(?:.*\\\n)(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", locked, re.MULTILINE)
+    assert hashed == re.findall(r"^([a-z0-9][\w.-]*)", locked, re.MULTILINE)
+    assert not {*hashed} & {*re.findall(r"^(\S+?)==", there, re.MULTILINE)}
+
+
 def test_what_the_agent_needs_is_in_the_image():
     with (ROOT / "train" / "pyproject.toml").open("rb") as file:
         needed = [line.partition(">")[0] for line in tomllib.load(file)["project"]["dependencies"]]

@@ -61,14 +61,13 @@ class ShardedModel:
         return {**self._buffers(), **{name: copies[kept] for name, kept in self._names.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On this rank's device."""
+        """On this rank's device. Buffers by the model itself, which may refuse what is of another one: adapters do."""
+        self._model.load_state_dict({name: state[name] for name in self._buffers()}, strict=False)
         for name, each in self._learned.items():
             whole = _whole(state[name]).to(self._place.device)
             with deepspeed.zero.GatheredParameters([each], modifier_rank=0), torch.no_grad():
                 each.copy_(whole)
             safe_set_local_fp32_param(each, _part(each, whole, self._place.rank))  # what the optimizer changes
-        for name, each in self._buffers().items():
-            each.copy_(state[name])
 
     def steady(self) -> Iterable[Tensor]:
         """The copies."""

@@ -16,6 +16,7 @@ class Patience:
 
     def __init__(self, config: EarlyStopping) -> None:
         self._config, self.metric = config, config.metric
+        self._watched = f"{config.metric} {config.mode}"
         self._sign = 1.0 if config.mode == "min" else -1.0
         self.best, self.worse = math.inf, 0
 
@@ -35,12 +36,13 @@ class Patience:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Two numbers."""
-        return {"best": self.best, "worse": self.worse}
+        """Two numbers, by what is watched."""
+        return {self._watched: {"best": self.best, "worse": self.worse}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from them."""
-        self.best, self.worse = state["best"], state["worse"]
+        """Goes on from them; where another value was watched, begins anew: no loss is as good as an accuracy."""
+        if kept := state.get(self._watched):
+            self.best, self.worse = kept["best"], kept["worse"]
 
     def steady(self) -> Iterable[Tensor]:
         """No tensor."""

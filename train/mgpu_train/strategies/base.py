@@ -23,7 +23,8 @@ class Strategy(ABC):
     """How a model is spread over ranks. `shards`: `apply` takes a model without values, on the meta device, and leaves
     DTensors of it, which get their values afterwards; no rank ever has the whole model. `engine`: the import path of
     what does backward and update in the way that the strategy needs (`mgpu_train.engines.plain.Plain`, or a class
-    derived from it); None: as for any other."""
+    derived from it; with `pipeline_parallel` from `mgpu_train.engines.pipelined.Pipelined`); None: as for any other.
+    """
 
     shards: bool = False
     engine: str | None = None

@@ -26,5 +26,5 @@ def share(model: nn.Module, task: Task, place: Place) -> None:
         for first in range(0, place.world_size // place.tensor, place.context)
         for layer in range(place.tensor)
     ]
-    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=place.limit)
+    group, _ = dist.new_subgroups_by_enumeration(groups)
     task.share_sequences(model, Context(place.copy % place.context, place.context, group))

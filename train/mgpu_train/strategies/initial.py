@@ -13,13 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
-from mgpu_train.parallel import is_sharded
+from mgpu_train.parallel import Place, is_sharded
 from mgpu_train.strategies import context, fp8, memory, pipeline
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Layout, Task
@@ -87,7 +88,7 @@ def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, 
     if strategy.policy.fp8:
         fp8.convert(model, layout)
     if place.device.type == "cuda" and place.copies > 1:  # batch norms see the whole batch
-        synchronise(model)
+        synchronise(model, _stage(place))
     memory.save(model, layout, config.activation_checkpointing)
     if config.compile:
         memory.compile_blocks(model, layout)
@@ -95,14 +96,26 @@ def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, 
     return model
 
 
-def synchronise(module: nn.Module) -> None:
-    """Torch's own batch norms inside become those that see the batches of all ranks. One that is derived from them has
-    more to it, an activation for instance, which torch would leave out: it stays, and sees the rank's."""
+def synchronise(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Torch's own batch norms inside become those that see the batches of all ranks of a group (default: of all). One
+    that is derived from them has more to it, an activation for instance, which torch would leave out: it stays, and
+    sees the rank's."""
     for name, child in module.named_children():
         if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            setattr(module, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+            setattr(module, name, nn.SyncBatchNorm.convert_sync_batchnorm(child, group))
         else:
-            synchronise(child)
+            synchronise(child, group)
+
+
+def _stage(place: Place) -> dist.ProcessGroup | None:
+    """The ranks that have the same stage of a pipeline; None: all, since there is but one. Others do not call its batch
+    norms, or call their own."""
+    if place.pipeline == 1:
+        return None
+    stages = range(0, place.world_size, place.stage_size)
+    made = dist.new_subgroups_by_enumeration([[*range(first, first + place.stage_size)] for first in stages])
+    group: Any = made[0]  # each rank has a stage
+    return group
 
 
 def whole(task: Task, seed: int) -> nn.Module:

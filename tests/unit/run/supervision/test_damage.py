@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from unittest.mock import Mock
 
 import pytest
@@ -42,11 +43,11 @@ class Judged:
         (pack,) = (self.store / "run-1" / "checkpoints" / checkpoint_id).glob("*.pack-0")
         pack.write_bytes(bytes([pack.read_bytes()[0] ^ 1]) + pack.read_bytes()[1:])
 
-    def of(self, checkpoint_id, *ranks, clock=lambda: 0.0):
+    def of(self, checkpoint_id, *ranks, limits=(), clock=lambda: 0.0):
         told = tuple(Damage(rank, checkpoint_id, "resume: its checksum is 1, not 2") for rank in ranks)
         interruption = Interruption(2, "node", "infrastructure", [], 0, 0.0, 0.0, 0.0)
         ended = Ended(False, "node", Fault.INFRASTRUCTURE, damaged=told, interruption=interruption)
-        ended = damage.judge(self.session, self.fleet, self.nodes, ended, clock)
+        ended = damage.judge(self.session, self.fleet, self.nodes, ended, limits, clock)
         assert ended.interruption is not None
         assert (ended.interruption.nodes, ended.interruption.reason) == ([*ended.lost], ended.reason)
         return ended
@@ -111,20 +112,40 @@ def test_who_was_right_before_is_not_suspected(judged, monkeypatch):
     assert (judged.of(Y, 1).lost, judged.damaged) == ((), [X, Y])
 
 
-@pytest.mark.parametrize("why", ["late", "stop"])
-def test_the_machines_wait_for_the_operators_reading_for_a_while_only(judged, why):
-    if why == "stop":
+@pytest.fixture
+def silent(monkeypatch):
+    """Set once the store is asked for an object, and says nothing as long as the test lasts."""
+    asked, over = threading.Event(), threading.Event()
+
+    def read(*_given):
+        asked.set()
+        assert over.wait(60)
+
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.pack.surely", read)
+    yield asked
+    over.set()
+
+
+@pytest.mark.parametrize("why", [None, StopReason.USER, StopReason.BUDGET])
+def test_the_machines_wait_for_the_operators_reading_for_a_while_only(judged, silent, why):
+    """And for none of it once the run is to end: no attempt follows."""
+
+    class Near:
+        def check(self, _now, _record):
+            return StopReason.BUDGET if why is StopReason.BUDGET and silent.is_set() else None
+
+    if why is StopReason.USER:
         Folder("run-1").stop.touch()
-    times = iter([0.0, damage.READ_S + 1, damage.READ_S + 1])
-    judged.of(X, 1, clock=lambda: next(times) if why == "late" else 0.0)
-    assert judged.damaged == [X]
+    late = why is None
+    ended = judged.of(X, 1, limits=[Near()], clock=lambda: late and silent.is_set() and damage.READ_S + 1)
+    assert (judged.damaged, ended.stopped_by) == ([X], why)
     assert any("could not be read here" in each.text for each in judged.world.of(Warned))
 
 
 def test_machines_of_a_run_that_a_limit_has_stopped_wait_for_no_reading(judged, monkeypatch):
     monkeypatch.setattr(damage, "_whole", lambda *_: pytest.fail("its machines are billed beyond the limit"))
     stopped = Ended(False, "x", Fault.STOPPED, StopReason.BUDGET, damaged=(Damage(1, X, "resume: it is damaged"),))
-    assert damage.judge(judged.session, judged.fleet, judged.nodes, stopped) == stopped
+    assert damage.judge(judged.session, judged.fleet, judged.nodes, stopped, ()) == stopped
 
 
 def test_an_operator_that_cannot_open_the_store_believes_the_machine(judged, monkeypatch):

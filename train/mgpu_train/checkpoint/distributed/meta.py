@@ -16,6 +16,7 @@ from mgpu_train.config import TrainConfig
 from mgpu_train.parallel import Place
 
 _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys
+_OF_STRATEGY = {"replicas": "hsdp", "zero_stage": "deepspeed"}  # what only one of them reads
 
 
 def of_run(config: TrainConfig, place: Place, data: str, validation: str, micro_batch: int) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
         before, now = ({**each, **each["config"], **each} for each in (saved, meta))
     except (KeyError, TypeError):
         return []
-    return list(_changes({key: value for key, value in now.items() if key not in _DERIVED}, before))
+    idle = {key for key, strategy in _OF_STRATEGY.items() if now.get("strategy") != strategy}
+    return list(_changes({key: value for key, value in now.items() if key not in (*_DERIVED, *idle)}, before))
 
 
 def validated(folder: Path) -> bool:
