@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import NoOffer, ProviderError, Transient
+from mgpu.paths import expanded
 from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves
 from mgpu.providers.aws.options import ENTRY, Options, region_of
 from mgpu.providers.aws.session import Account
@@ -63,7 +64,7 @@ class AwsProvider(Provider):
         EC2's, its role."""
         if self._options.profile or any(os.environ.get(name) for name in _VARIABLES):
             return True
-        paths = (Path(os.environ.get(name) or default).expanduser() for name, default in _FILES.items())
+        paths = (expanded(os.environ.get(name) or default) for name, default in _FILES.items())
         return any(path.is_file() and path.stat().st_size > 0 for path in paths) or _has_role()
 
     def check(self) -> None:
