@@ -342,9 +342,8 @@ class KubernetesProvider(Provider):
         if pod.uid not in self._told:
             try:
                 log = place.cluster.text(f"{place.pods}/{pod.name}/log", limitBytes="8192", container="node")
-            except (Missing, InvalidRequest, Transient) as error:  # the container is being made, or its node is silent
-                why = str(error) if isinstance(error, Missing) else error.why
-                return {}, f"Kubernetes: its log, which says how it is reached, cannot be read: {why}"
+            except (InvalidRequest, Transient) as error:  # the container is being made, or its node is silent
+                return {}, f"Kubernetes: its log, which says how it is reached, cannot be read: {error.why}"
             told = next((line for line in log.splitlines() if line.startswith('{"mgpu"')), "")
             if not told:
                 return {}, "Kubernetes: its log does not say yet how it is reached"
