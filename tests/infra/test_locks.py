@@ -202,11 +202,11 @@ def bucket(tmp_path, monkeypatch):
     monkeypatch.setenv(location.VARIABLE, "s3://team")
     prefix = state_file.lock_prefix("p", "s")
 
-    def lock(pid):
+    def lock(pid, **changes):
         path = tmp_path / "team" / prefix / "a.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = {"pid": pid, "username": pwd.getpwuid(os.getuid()).pw_name, "hostname": socket.gethostname()}
-        path.write_text(json.dumps(mine | {"timestamp": "yesterday"}))
+        path.write_text(json.dumps(mine | {"timestamp": "yesterday"} | changes))
         return path
 
     lock.make_way = lambda *lost: locks.release_dead(prefix, PLACE, "stack", ignore, lost)
@@ -239,8 +239,9 @@ def test_of_one_that_this_machine_has_started_it_knows(bucket, tmp_path):
             bucket.make_way()
 
 
-def test_one_that_is_at_work_is_respected_whoever_had_the_name(bucket, start):
-    path = bucket(start().pid)
+@pytest.mark.parametrize("changes", [{}, {"username": "somebody"}], ids=str)
+def test_one_that_is_at_work_is_respected_whoever_had_the_name(bucket, start, changes):
+    path = bucket(start().pid, **changes)
     with pytest.raises(StackError, match="at work"):
         bucket.make_way(socket.gethostname())
     assert path.exists()

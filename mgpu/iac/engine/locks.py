@@ -54,7 +54,7 @@ def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_hosts: Co
             continue
         same_name, note = lock.hostname == socket.gethostname(), process.note(lock.pid)
         ours = same_name and lock.username == _me()
-        if ours and _held(lock, place):
+        if same_name and _held(lock, place):
             raise _busy(lock, stack)
         if ours and (backend.folder or note.exists()):
             what = f"process {lock.pid}, which died at work"
