@@ -64,6 +64,7 @@ def launch(account: Account, order: Order) -> Handle:
     """
     _require_begun(order)
     with _of_its_region(account, order):
+        network.require_enabled(account, order.region)
         known = _known(account, order)
         made = machines.find(account, _intent(order))
         if known is None and made is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgpu.errors import AuthError, PermissionDenied
+from mgpu.errors import AuthError, NoOffer, PermissionDenied
 from mgpu.plan.model import Offer
 from mgpu.providers.aws import check, failures, names
 from mgpu.providers.aws.instances import launch, machine_image, teardown
@@ -20,7 +20,9 @@ BY_POLICY = (
 )
 BY_NOBODY = "User: me is not authorized to perform: ec2:{} because no identity-based policy allows the action."
 ACCOUNT: Any = SimpleNamespace(
-    regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"), opted_in=lambda: frozenset({"eu-west-1"})
+    regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"),
+    opted_in=lambda: frozenset({"eu-west-1"}),
+    once=lambda _, ask: ask(),
 )
 EXPIRED = "The provided token has expired"
 SOLD = {"provider": "aws", "instance_type": "g5.xlarge", "market": "spot", "price_usd_per_hour": 1, "fetched_at": 0}
@@ -139,6 +141,16 @@ def test_a_create_that_is_denied_in_one_region_blocks_no_other_as_long_as_nothin
         launch.launch(ACCOUNT, order)
     assert caught.value.scope == ("account" if made else scope)
     assert ended == ([["i-1"]] if made else []), "and another region's machines would end like these"
+
+
+def test_a_region_that_is_not_enabled_is_asked_for_nothing_and_left(monkeypatch):
+    """It would refuse good credentials as bad ones, which ends a search."""
+    monkeypatch.setattr(launch, "_known", lambda *_: pytest.fail("a call there"))
+    offer = Offer.model_validate(SOLD | {"region": "me-south-1"})
+    order: Any = SimpleNamespace(region="me-south-1", offer=offer)
+    with pytest.raises(NoOffer, match="not enabled") as caught:
+        launch.launch(ACCOUNT, order)
+    assert (caught.value.scope, "Enable it" in caught.value.next_step) == ("region", True)
 
 
 def test_the_driver_of_an_image_is_asked_for_where_it_may_be_seen(monkeypatch):
