@@ -194,7 +194,8 @@ class Reconciler:
                 self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
                 if need.on_kept:
                     self._claim(need.run_id)
-                self._supervisors.begin(need, min(left_s, TURN_S))
+                queue_s = 0.0 if need.give_back else _queue_s(need.run_id)
+                self._supervisors.begin(replace(need, queue_s=queue_s), min(left_s, TURN_S))
 
     def _claim(self, run_id: str) -> None:
         """Its fleet is its own before the next in the line begins; where that cannot be said now, it says so itself."""
@@ -338,6 +339,19 @@ class Reconciler:
             else:
                 self.report.swept.append(fleet.name)
                 self._context.emit(Warned(f"fleet {fleet.name}: nothing stood for it; ended, the provider says so"))
+
+
+def _queue_s(run_id: str) -> float:
+    """Seconds that a run's machines may wait in its providers' queues, as far as that can be said here."""
+    from mgpu.acquire.terms import GANGS
+    from mgpu.spec.provider import installed
+
+    with suppress(InputError, StackError):
+        record = find(run_id)
+        asked = (record.candidates or record.sellers) if record else {}
+        known = [(each.options, asked[name]) for name, each in installed().found.items() if name in asked]
+        return GANGS * sum(options.of(given).queue_s() for options, given in known)
+    return 0.0
 
 
 def _claimed() -> bool:
