@@ -84,7 +84,8 @@ class CliProcess:
         finally:
             status = self._process.poll()
             if status is not None and status >= 0:
-                kept.unlink(missing_ok=True)
+                with suppress(OSError):
+                    kept.unlink()
             self._process = None
 
     def _wait(self, process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None]) -> int:
