@@ -65,6 +65,12 @@ def keep_owner(folder: Path, tag: str) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
+def expanded(path: str) -> Path:
+    """A path that a user has written, with the home that its `~` means; one of a user that there is not stays as it is
+    written, and is a file that nobody finds."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  `Path.expanduser` raises RuntimeError
+
+
 def near(path: str | Path) -> str:
     """A path as commands of the present folder are given it: relative where it lies in there."""
     try:

@@ -7,6 +7,7 @@ undone before the next one begins. What a refusal blocks:
     NoCapacity, BidTooLow       this machine type on this market, within the error's scope; the next offer is tried
     QuotaExceeded               this family on this market, within the error's scope or region; the next offer is tried
     NoOffer                     all that is in the error's scope: there is nothing to be had; the next offer is tried
+    AuthError, PermissionDenied of scope region   the same; of any other scope, as below
     a node lost while starting  nothing; the same offer is asked again under a new token, a few times
     RateLimited, Transient      nothing; the same call again after a jittered pause
     AmbiguousCreate             nothing; what was made is looked for, and only then asked for again, by the same token

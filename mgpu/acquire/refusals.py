@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mgpu.errors import BidTooLow, NoCapacity, NoOffer, ProviderError, QuotaExceeded
+from mgpu.errors import AuthError, BidTooLow, NoCapacity, NoOffer, PermissionDenied, ProviderError, QuotaExceeded
 from mgpu.plan.model import Offer, Refusal
 
 REFUSED = (NoCapacity, BidTooLow, QuotaExceeded, NoOffer)
-"""The answers after which the next offer is tried."""
+"""The answers after which the next offer is tried: `refuses`."""
+_CLOSED = (AuthError, PermissionDenied)
 
 _PLACES = {
     "offer": ("region", "zone"),
@@ -17,6 +18,12 @@ _PLACES = {
 }
 _CURES = 3  # that one message names
 _Shape = tuple[str, ...]  # the properties of an offer that a refusal goes by
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether another offer may be granted after it. Credentials that one region does not take, or lets do nothing, may
+    be good in the next."""
+    return isinstance(error, REFUSED) or (isinstance(error, _CLOSED) and error.scope == "region")
 
 
 class Refusals:
@@ -66,7 +73,7 @@ def told_of(offer: Offer, reason: str) -> str:
 
 def _shape(error: ProviderError) -> _Shape:
     place = _PLACES[error.scope]
-    if isinstance(error, NoOffer) and error.scope != "offer":
+    if isinstance(error, (NoOffer, *_CLOSED)) and error.scope != "offer":
         return place  # nothing is to be had there, of whatever type
     if isinstance(error, QuotaExceeded):
         return ("limit", "market", *(place if "zone" not in place else ("region",)))

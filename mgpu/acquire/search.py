@@ -15,7 +15,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire.ending import CURE, destroy
 from mgpu.acquire.history import Begun, history
 from mgpu.acquire.pauses import Backoff, pauses
-from mgpu.acquire.refusals import REFUSED, Refusals, told_of
+from mgpu.acquire.refusals import Refusals, refuses, told_of
 from mgpu.acquire.terms import ENDING_S, GANGS, Acquired, Lost, Meet, limits
 from mgpu.errors import (
     AmbiguousCreate,
@@ -26,6 +26,7 @@ from mgpu.errors import (
     MgpuError,
     NoCapacity,
     NoOffer,
+    PermissionDenied,
     ProviderError,
     RateLimited,
     TeardownIncomplete,
@@ -357,7 +358,7 @@ class Search:
             return True
         if intent.token in self.unsure:
             return False
-        if isinstance(error, Conflict):
+        if isinstance(error, (Conflict, AuthError, PermissionDenied)):  # the last two say nothing of what there is
             return intent.token not in self.earlier
         left = (Transient, RateLimited, AmbiguousCreate, CleanupFailed)
         return isinstance(error, ProviderError) and not isinstance(error, left)
@@ -366,7 +367,7 @@ class Search:
         """Notes a refusal and what it blocks; raises what ends the search."""
         if isinstance(error, CleanupFailed):  # what was left is ended by now: what counts is why it was not to be had
             error = error.__cause__ or error
-        refused = error if isinstance(error, REFUSED) else None
+        refused = error if isinstance(error, ProviderError) and refuses(error) else None
         passing = isinstance(error, Lost) or (isinstance(error, Conflict) and not self._lives(intent))
         if refused is None and not passing:
             raise error

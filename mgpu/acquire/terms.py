@@ -39,9 +39,12 @@ def search_s(times: Timeouts, queue_s: float = 0.0) -> float:
 
 
 def operation_s(times: Timeouts, queue_s: float = 0.0) -> float:
-    """Seconds in which all of it is over: what the last try has made is ended then, and whatever else there is of the
-    fleet, once the provider shows it, so patiently as `LOOKED_S` says."""
-    return search_s(times, queue_s) + times.listing_s + 2 * times.destroy_s + LOOKED_S
+    """Seconds in which all of it is over. Machines of before that are replaced end first. After the search what the
+    last try has made is looked for, of a provider that may be silent, and ended; then all else of the fleet is, so
+    patiently as `LOOKED_S` says, and once the provider would show it."""
+    undone_s = times.listing_s + 2 * times.destroy_s
+    swept_s = LOOKED_S + times.listing_s + times.destroy_s
+    return times.destroy_s + search_s(times, queue_s) + undone_s + swept_s
 
 
 class Lost(Exception):

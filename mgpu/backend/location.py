@@ -216,7 +216,7 @@ def _at(url: str, where: str, state_dir: Path) -> Backend:
     scheme, _, rest = url.partition("://")
     if not url or url == ours.as_uri():
         return Backend(ours.as_uri(), state_dir, ours)
-    if scheme == "file" and rest.startswith(("/", "~")):
+    if scheme == "file" and rest.startswith(("/", "~/")):
         folder = Path(unquote(rest.partition("?")[0])).expanduser()
         return Backend(url, folder / _OURS, folder)
     if scheme == "s3" and rest:

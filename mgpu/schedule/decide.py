@@ -51,6 +51,7 @@ class Need:
     why: str
     give_back: bool = False  # it is over, and what it has left is not: only that is to be done
     on_kept: bool = False  # it begins on a kept fleet
+    queue_s: float = 0.0  # that its machines may wait in queues of their providers
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ LOOK_EVERY_S = 15.0  # while it watches
 BUSY_AGAIN_S = 300.0  # as the next, in a single pass
 TELL_AGAIN_S = 300.0  # until an end is told again that could not be, while it watches: as the next pass would
 AGAIN_S = 60.0  # until a run that was left is looked after again, while it watches
+TURN_S = 3600.0  # that one process watches a run: what hangs is ended some time after that, however long a pass lasts
 _OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?(-[0-9a-f]{8})?$")  # a launch has named it
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
 
@@ -193,7 +194,8 @@ class Reconciler:
                 self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
                 if need.on_kept:
                     self._claim(need.run_id)
-                self._supervisors.begin(need, left_s)
+                queue_s = 0.0 if need.give_back else _queue_s(need.run_id)
+                self._supervisors.begin(replace(need, queue_s=queue_s), min(left_s, TURN_S))
 
     def _claim(self, run_id: str) -> None:
         """Its fleet is its own before the next in the line begins; where that cannot be said now, it says so itself."""
@@ -337,6 +339,19 @@ class Reconciler:
             else:
                 self.report.swept.append(fleet.name)
                 self._context.emit(Warned(f"fleet {fleet.name}: nothing stood for it; ended, the provider says so"))
+
+
+def _queue_s(run_id: str) -> float:
+    """Seconds that a run's machines may wait in its providers' queues, as far as that can be said here."""
+    from mgpu.acquire.terms import GANGS
+    from mgpu.spec.provider import installed
+
+    with suppress(InputError, StackError):
+        record = find(run_id)
+        asked = (record.candidates or record.sellers) if record else {}
+        known = [(each.options, asked[name]) for name, each in installed().found.items() if name in asked]
+        return GANGS * sum(options.of(given).queue_s() for options, given in known)
+    return 0.0
 
 
 def _claimed() -> bool:

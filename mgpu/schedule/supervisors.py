@@ -27,8 +27,9 @@ from mgpu.words import duration
 
 _AT_ONCE = 8  # each takes about 100 MiB, and an engine of 200 while it works
 _LEAVE_S = 20.0  # to save what is known, before it is killed: which a run survives, too
-# More than to rent, to boot and to start takes. One that waits for capacity may take longer: it leaves the run as it
-# is, and the next pass goes on waiting. What hangs must not hold up all passes that come.
+# More than to rent, to boot and to start takes, beside queues: who comes after one that was ended in a queue asks anew.
+# One that waits for capacity may take longer: it leaves the run as it is, and the next pass goes on waiting. What hangs
+# must not hold up all passes that come.
 _LONGEST_S = 2 * 3600.0
 
 
@@ -57,6 +58,7 @@ class Looked:
 @dataclass
 class _AtWork:
     process: subprocess.Popen[str]
+    longest_s: float
     ends_at: float  # by the clock of who has begun it
     told_at: float | None = None  # that it is to leave its run
 
@@ -107,7 +109,7 @@ class Supervisors:
     def _end_late(self, run_id: str, work: _AtWork) -> None:
         now = self._clock()
         if work.told_at is None and now >= work.ends_at:
-            self._emit(Warned(f"{run_id}: it takes more than {duration(_LONGEST_S)}: left to the next pass"))
+            self._emit(Warned(f"{run_id}: it takes more than {duration(work.longest_s)}: left to the next pass"))
             work.told_at = now
             work.process.send_signal(signal.SIGTERM)
         elif work.told_at is not None and now >= work.told_at + _LEAVE_S:
@@ -128,7 +130,8 @@ class Supervisors:
     def _start(self, need: Need, watch_s: float) -> None:
         """Raises OSError, RuntimeError: it cannot be, and nothing runs."""
         process = self._started(need, watch_s)
-        self._at_work[need.run_id] = _AtWork(process, self._clock() + watch_s + _LONGEST_S)
+        longest_s = _LONGEST_S + need.queue_s
+        self._at_work[need.run_id] = _AtWork(process, longest_s, self._clock() + watch_s + longest_s)
         try:
             for work in (self._tell, self._wait):
                 threading.Thread(target=work, args=(need, process), name="mgpu-supervisor", daemon=True).start()

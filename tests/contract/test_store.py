@@ -354,6 +354,32 @@ def test_asking_whether_a_prefix_may_be_deleted_removes_nothing(site):
     assert [each.key for each in site.store.list("")] == ["a/b"]
 
 
+def test_no_delete_marker_is_left_where_a_bucket_keeps_versions(through):
+    """S3 makes one for each plain delete, also of what is not there, and none where a condition does not hold; moto
+    makes none for what is not there."""
+    plain = list[str]()
+    store, proxy = through(lambda call: None if "If-Match" in call.headers else plain.append(call.path))
+    store.may_delete("run/checkpoints/a001-step-1/")
+    assert (plain, len(proxy.calls)) == ([], 1)
+
+
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (403, "AccessDenied"), (412, "Precondition")])
+@pytest.mark.parametrize("denied", [False, True])
+def test_where_a_condition_tells_nothing_a_plain_delete_does(through, status, code, denied):
+    """A server may know no conditions, or hide from these credentials what is not there."""
+
+    def before(call) -> None:
+        if call.method == "DELETE" and "If-Match" in call.headers:
+            call.status, call.answer = status, error(code)
+        elif call.method == "DELETE" and denied:
+            call.status, call.answer = 403, error("AccessDenied")
+
+    store, proxy = through(before)
+    with pytest.raises(Denied) if denied and status != 412 else nullcontext():
+        store.may_delete("a/")
+    assert len(proxy.calls) == (1 if status == 412 else 2)
+
+
 @pytest.mark.parametrize(("mode", "refused"), [(0o777, None), (0o755, "may not be changed"), (0o1777, "sticky bit")])
 def test_a_folder_says_whether_its_files_may_be_deleted(require, mode, refused):
     require("users", os.geteuid() == 0, "only root can be another user for a while")

@@ -180,7 +180,7 @@ def test_no_base_anywhere_names_the_command(aws: FakeAws, tmp_path: Path):
     assert aws.calls("CreateFleet") == []
 
 
-def test_a_permission_that_is_missing_ends_the_search_at_once(search: Search, aws: FakeAws):
+def test_a_permission_that_is_missing_is_met_once_in_a_region_and_told(search: Search, aws: FakeAws):
     aws.deny("CreateFleet")
     with pytest.raises(PermissionDenied, match="CreateFleet"):
         search()

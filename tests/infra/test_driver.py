@@ -8,8 +8,10 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +31,7 @@ from mgpu.errors import (
 )
 from mgpu.events import Note, Warned
 from mgpu.iac import environment, failures, outputs, tokens
-from mgpu.iac.engine import install, process, project, state_file
+from mgpu.iac.engine import install, locks, process, project, state_file
 from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.stack import Stack, current_stack
@@ -464,6 +466,17 @@ def test_a_host_that_has_lost_the_stack_holds_it_no_more(stack, engine, capsys, 
     assert not held.exists()
     assert engine.asked() == ["up --stack s"]
     assert "whose run was taken over" in capsys.readouterr().out
+
+
+def test_a_host_of_this_ones_name_that_has_lost_the_stack_holds_it_no_more(stack, monkeypatch):
+    """A container after another one: its driver is none of the processes here."""
+    lost = list[Any]()
+    monkeypatch.setattr(locks, "release_dead", lambda *given: lost.append(given[-1]))
+    mine = procs.me()
+    for driver, hosts in ((mine, set()), (replace(mine, boot_id="another"), {os.uname().nodename})):
+        stack.oust(driver, os.uname().nodename)
+        stack._make_way()
+        assert lost.pop() == hosts
 
 
 @pytest.mark.parametrize(("script", "found"), [("echo mine", "mine"), ("exit 255", None), ("echo", None)])

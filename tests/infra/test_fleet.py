@@ -39,7 +39,7 @@ from mgpu.iac import environment, failures, plugin, tokens
 from mgpu.iac.engine.event_log import EngineLog
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.protocol.handler import Call, Handler, Settings
-from mgpu.iac.protocol.wire import UNKNOWN, from_struct
+from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, from_struct
 from mgpu.iac.types import contact, fleet, generations, searches, sweep
 from mgpu.iac.types.fleet_model import FleetInputs, Machine
 from mgpu.iac.types.guard import FleetGuardHandler
@@ -355,11 +355,41 @@ def test_all_searches_of_one_create_have_one_budget_and_the_engine_waits_for_it(
         monkeypatch.setattr(Stack, name, lambda _: None)
     monkeypatch.setattr(Stack, "_operate", lambda *_, limit_s, **__: limits.append(limit_s) or EngineLog(0, ignore))
     Stack(tmp_path, "it", tmp_path / "mgpu.yaml", log_dir=tmp_path, emit=ignore, timeouts=times).up()
-    assert limits == [930 + 30 + 300 + acquire.LOOKED_S + 300], "and for the ends that may follow"
+    before, undone, swept = 300, 30 + 300 + 300, acquire.LOOKED_S + 30 + 300
+    assert limits == [before + 930 + undone + swept], "and for the ends that come before, and may follow"
     able = installed().found["aws"].capabilities
     open_stack(tmp_path, "it", tmp_path / "mgpu.yaml", tmp_path, Context(ignore, Timeouts()), sellers={"aws": {}}).up()
     assert able.listing_lag_s > 0
     assert limits[1] >= 2 * able.boot_s + 3 * max(300, able.end_s) + 2 * able.listing_lag_s
+
+
+@pytest.mark.parametrize(("alone", "nodes"), [(False, 2), (True, 1)])
+def test_what_a_repair_ends_first_is_of_its_own_budget(here, wire, fake, tmp_path, monkeypatch, alone, nodes):
+    """Or it would still search when the engine waits no longer."""
+    call = Call(here, Settings(tmp_path, "o"), ignore, threading.Event(), False)
+    handler, inputs = fleet.FleetHandler(Timeouts(listing_s=30)), wire.inputs(here, WANTED)
+    name, made = handler.create(call, inputs)
+    clock, untils = SimpleNamespace(now=1000.0), list[float]()
+
+    def ended(*_, **__):
+        clock.now += 300
+
+    def searched(*_, until, **__):
+        untils.append(until)
+        raise NoCapacity("no capacity", scope="offer")
+
+    monkeypatch.setattr(
+        type(fake), "capabilities", fake.capabilities.model_copy(update={"repairs_single_nodes": alone})
+    )
+    fake.phases[ids(made)[0]] = NodePhase.TERMINATED
+    monkeypatch.setattr(fleet.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(acquire, "destroy", ended)
+    monkeypatch.setattr(acquire, "acquire", searched)
+    monkeypatch.setattr(acquire, "repair", searched)
+    monkeypatch.setattr(fleet, "sweep", lambda *_, **__: False)
+    with pytest.raises(PartialFailure):
+        handler.update(call, name, made, inputs | {"nodes": nodes})
+    assert (clock.now, untils) == (1300, [1000 + 930])
 
 
 def test_a_backend_that_is_away_or_not_mgpus_ends_no_search(here, wire, fake, tmp_path, monkeypatch):
@@ -739,6 +769,19 @@ def test_a_node_that_is_stopping_is_lost_but_the_fleet_is_not_gone(wire, here, m
     found = wire.read(here, made[0], made[2], made[1])
     assert found.id == made[0]
     assert from_struct(found.properties)["nodes"] == 0
+
+
+@pytest.mark.parametrize("nodes", [2, 1])
+def test_a_fleet_of_which_no_node_lives_is_read_again_and_repaired(wire, here, made, fake, nodes):
+    """Spot machines that are taken together shut down for a minute, in which the repair begins."""
+    resource_id, inputs, state = made
+    for name in ids(state):
+        fake.phases[name] = NodePhase.STOPPING
+    for _ in range(2):
+        state = from_struct(wire.read(here, resource_id, state, inputs).properties)
+    repaired = wire.update(here, resource_id, state, inputs | {"nodes": nodes})
+    assert len(ids(repaired)) == repaired["nodes"] == nodes
+    assert not set(ids(repaired)) & set(ids(made[2]))
 
 
 def test_gone_only_when_every_machine_is_terminated(wire, here, made, fake):

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import pytest
 from mgpu_train.agent.machine import procs
+from mgpu_train.store import open_store
 
 from mgpu.backend import location
+from mgpu.backend.location import Backend
 from mgpu.errors import StackError
-from mgpu.events import Note
+from mgpu.events import Note, ignore
 from mgpu.iac.engine import locks, operations, state_file
+from mgpu.iac.engine.process import CliProcess
 
 PLACE = "/backend:project/stack"
 WAITS = 'exec 3<>"$0"; echo ready; while :; do read nothing <&3; done'  # a fork of it would be called `pulumi` too
@@ -188,6 +191,59 @@ def test_a_lock_that_nobody_can_read_is_respected(make_way, text):
     with pytest.raises(StackError, match="nobody knows by whom") as refused:
         make_way()
     assert str(path) in refused.value.why
+    assert path.exists()
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """`bucket(pid)`: the lock of a process whose host has this one's name, on a stack in a bucket, which is a folder
+    here; and `bucket.make_way`."""
+    monkeypatch.setattr(Backend, "_store", lambda _, address: open_store(f"file://{tmp_path}/{address[5:]}"))
+    monkeypatch.setenv(location.VARIABLE, "s3://team")
+    prefix = state_file.lock_prefix("p", "s")
+
+    def lock(pid, **changes):
+        path = tmp_path / "team" / prefix / "a.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine = {"pid": pid, "username": pwd.getpwuid(os.getuid()).pw_name, "hostname": socket.gethostname()}
+        path.write_text(json.dumps(mine | {"timestamp": "yesterday"} | changes))
+        return path
+
+    lock.make_way = lambda *lost: locks.release_dead(prefix, PLACE, "stack", ignore, lost)
+    return lock
+
+
+def test_a_process_that_this_machine_has_not_started_may_be_one_of_another_machine_of_its_name(bucket, dead):
+    """Containers often have equal names: what is at work in the other one is not seen here."""
+    path = bucket(dead.pid)
+    with pytest.raises(StackError, match="another machine's that has this one's name") as refused:
+        bucket.make_way()
+    assert "pulumi cancel" in refused.value.next_step
+    assert path.exists()
+    bucket.make_way(socket.gethostname())  # whoever was there has lost the stack
+    assert not path.exists()
+
+
+def test_of_one_that_this_machine_has_started_it_knows(bucket, tmp_path):
+    cli = CliProcess(grace_s=1)
+    with (tmp_path / "out").open("wb") as out:
+        for script in ("echo $$ >killed; kill -9 $$", "echo $$ >ended; exit 255"):
+            given = {"cwd": tmp_path, "env": os.environ, "out": out, "err": out, "limit_s": 10.0}
+            cli.run(["/bin/sh", "-c", script], **given)
+    path = bucket(int((tmp_path / "killed").read_text()))
+    bucket.make_way()
+    assert not path.exists()
+    for name in ("ended", "killed"):  # its lock was gone with it, or is by now: another's
+        path = bucket(int((tmp_path / name).read_text()))
+        with pytest.raises(StackError):
+            bucket.make_way()
+
+
+@pytest.mark.parametrize("changes", [{}, {"username": "somebody"}], ids=str)
+def test_one_that_is_at_work_is_respected_whoever_had_the_name(bucket, start, changes):
+    path = bucket(start().pid, **changes)
+    with pytest.raises(StackError, match="at work"):
+        bucket.make_way(socket.gethostname())
     assert path.exists()
 
 

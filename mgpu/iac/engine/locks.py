@@ -2,7 +2,8 @@
 
 Pulumi writes a file `{pid, username, hostname, timestamp}` before it works on a stack, and deletes it after. One that
 was killed leaves it, and Pulumi refuses to work on the stack from then on. `pulumi cancel` deletes every lock, also
-that of a process which is at work; here it has to be shown that nobody is.
+that of a process which is at work; here it has to be shown that nobody is. A host name shows little: containers have
+equal ones. In a folder it is believed, in a bucket only of a process that this machine is known to have started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mgpu_train.store import NotFound
 from mgpu.backend import location
 from mgpu.errors import StackError
 from mgpu.events import Emit, Note
-from mgpu.iac.engine import operations
+from mgpu.iac.engine import operations, process
 
 _LARGEST = 1 << 20  # bytes of a lock
 
@@ -51,15 +52,20 @@ def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_hosts: Co
         lock = _read(backend, key, stack)
         if lock is None:
             continue
-        what = f"process {lock.pid}, which died at work"
-        if lock.hostname in lost_hosts:
+        same_name, note = lock.hostname == socket.gethostname(), process.note(lock.pid)
+        ours = same_name and lock.username == _me()
+        if same_name and _held(lock, place):
+            raise _busy(lock, stack)
+        if ours and (backend.folder or note.exists()):
+            what = f"process {lock.pid}, which died at work"
+        elif lock.hostname in lost_hosts:
             what = f"process {lock.pid} on {lock.hostname}, whose run was taken over"
         else:
-            _require_ours(lock, stack)
-            if _held(lock, place):
-                raise _busy(lock, stack)
+            raise _not_ours(lock, stack, same_name=same_name)
         with backend.asking("written"):
             backend.state.delete(key)
+        if ours:
+            note.unlink(missing_ok=True)
         emit(Note(f"stack {stack}: released the lock of {what} ({lock.timestamp})"))
 
 
@@ -79,15 +85,13 @@ def _read(backend: location.Backend, key: str, stack: str) -> Lock | None:
         raise StackError(f"stack {stack} is locked, nobody knows by whom", why, _release(stack)) from error
 
 
-def _require_ours(lock: Lock, stack: str) -> None:
-    """Raises StackError where this process cannot see whether the holder lives, or may not judge it."""
-    if lock.hostname != socket.gethostname():
-        why = "Whether that process still lives cannot be seen from here."
-    elif lock.username != _me():
-        why = "It is another user's."
-    else:
-        return
-    raise StackError(f"stack {stack} is locked by {_who(lock)}", why, _release(stack))
+def _not_ours(lock: Lock, stack: str, *, same_name: bool) -> StackError:
+    """The error where this process cannot see whether the holder lives, or may not judge it."""
+    why = "Whether that process still lives cannot be seen from here."
+    if same_name:
+        another = "It may be another machine's that has this one's name. " + why
+        why = "It is another user's." if lock.username != _me() else another
+    return StackError(f"stack {stack} is locked by {_who(lock)}", why, _release(stack))
 
 
 def _me() -> str:
@@ -104,10 +108,10 @@ def _held(lock: Lock, place: str) -> bool:
     When it began is not asked: the lock's time is the wall clock's, which may have been set since. So the lock of a
     dead process whose number another CLI has now is respected for as long as that one lives.
     """
-    process = procs.of(lock.pid)
-    if process is None or not process.alive or not operations.is_cli(lock.pid):
+    holder = procs.of(lock.pid)
+    if holder is None or not holder.alive or not operations.is_cli(lock.pid):
         return False
-    elsewhere = [value for value, marked in procs.carriers(operations.MARK).items() if process in marked]
+    elsewhere = [value for value, marked in procs.carriers(operations.MARK).items() if holder in marked]
     return all(operations.names(value, place) for value in elsewhere)
 
 

@@ -11,9 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from mgpu import paths
 from mgpu.errors import StackError
 
 _LOOK_S = 0.1
+
+
+def note(pid: int) -> Path:
+    """Where it is kept that this machine has started a CLI of this number, until that has ended by itself: the lock of
+    one that was killed says no more than its number and a host name, which another machine may have, too."""
+    return paths.state_dir() / "engines" / str(pid)
 
 
 class CliProcess:
@@ -63,6 +70,10 @@ class CliProcess:
             start_new_session=True,
             pass_fds=() if pass_fd is None else (pass_fd,),
         )
+        kept = note(self._process.pid)
+        with suppress(OSError):  # a full disk: its lock will be one that nobody knows
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            kept.touch()
         if undone and self.interrupted:
             self._cancel()
         try:
@@ -71,6 +82,10 @@ class CliProcess:
             self._obeys(self._process)
             raise
         finally:
+            status = self._process.poll()
+            if status is not None and status >= 0:
+                with suppress(OSError):
+                    kept.unlink()
             self._process = None
 
     def _wait(self, process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None]) -> int:

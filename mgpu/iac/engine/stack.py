@@ -221,11 +221,10 @@ class Stack:
     def oust(self, driver: Process, host: str, others: Collection[str] = ()) -> None:
         """From here on, what this driver has at work on the stack is ended as if it had died: it has lost the stack. On
         another host it cannot be seen from here; its locks count no more, nor do those of `others`, hosts that had lost
-        the stack before."""
-        here = os.uname().nodename
-        if host == here:
-            self._ousted = driver
-        self._lost_hosts = frozenset({host, *others} - {here})
+        the stack before. One of them may have this machine's name."""
+        lives = host == os.uname().nodename and driver.alive
+        self._ousted = driver if lives else None
+        self._lost_hosts = frozenset({*others} if lives else {host, *others})
 
     # ---- configuration
 

@@ -102,7 +102,7 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
-        terms = self._terms(call, provider, wanted, self._hard_cap_at)
+        terms = self._terms(call, provider, wanted, self._hard_cap_at, time.monotonic())
         made, plan = self._or_swept(call, provider, wanted, lambda: self._rented(call, provider, wanted, terms))
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
 
@@ -185,14 +185,15 @@ class FleetHandler:
         fleet = fleet.model_copy(update=wanted.model_dump(exclude={"nodes"}))
         if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
             call.emit(Warned(_above_cap(fleet, wanted)))
+        since = time.monotonic()
         try:
             if provider.capabilities.repairs_single_nodes:
                 fleet = self._shrink(call, provider, fleet, wanted.nodes)
-                fleet = self._fill(call, provider, fleet, wanted)
+                fleet = self._fill(call, provider, fleet, wanted, since)
             elif len(fleet.handle.ids) != wanted.nodes or _missing(
                 fleet.handle, self._described(call, provider, fleet.handle)
             ):
-                fleet = self._anew(call, provider, fleet, wanted)
+                fleet = self._anew(call, provider, fleet, wanted, since)
         except MgpuError as error:
             # state keeps what lives, under the new requirements: the next `up` goes on from there
             raise PartialFailure(resource_id, _now(provider, fleet).to_wire(), error) from error
@@ -215,7 +216,9 @@ class FleetHandler:
             acquire.destroy(provider, fleet.handle, nodes=surplus, timeouts=self._timeouts, emit=call.emit)
         return fleet.seen(handle, self._described(call, provider, handle))
 
-    def _fill(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
+    def _fill(
+        self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, since: float
+    ) -> FleetOutputs:
         """Rents a machine for every rank that has none that lives: those that were lost, and those that are new."""
         handle = _grown(fleet.handle, wanted.nodes)
         missing = _missing(handle, self._described(call, provider, handle))
@@ -224,7 +227,7 @@ class FleetHandler:
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, self._described(call, provider, handle))
         needed = _needed_beside(fleet, wanted, len(missing))
-        terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
+        terms = self._terms(call, provider, wanted, fleet.hard_cap_at, since)
 
         def rented() -> Acquired:
             plan = _plan_like(fleet, needed, _on_sale(call, provider, needed, terms))
@@ -238,13 +241,15 @@ class FleetHandler:
         made = self._or_swept(call, provider, wanted, rented, keep=handle.ids)
         return fleet.seen(made.handle, made.state)
 
-    def _anew(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
+    def _anew(
+        self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, since: float
+    ) -> FleetOutputs:
         """Gives the whole gang back and rents another one, under the hard cap that it had: no machine of it can be
         replaced alone."""
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         call.emit(Note(f"fleet {fleet.name}: {wanted.provider} replaces no machine alone; all are made anew"))
         acquire.destroy(provider, fleet.handle, unbilled=True, timeouts=self._timeouts, emit=call.emit)
-        terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
+        terms = self._terms(call, provider, wanted, fleet.hard_cap_at, since)
 
         def rented() -> tuple[Acquired, Plan]:
             plan = _plan(provider, wanted, _on_sale(call, provider, wanted.requirements(), terms))
@@ -289,12 +294,13 @@ class FleetHandler:
             sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep=fleet.handle.ids if fleet else ())
         return under_the_next()
 
-    def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
-        """Those of one create or repair, made once: its time runs from here, however often it begins to search."""
+    def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float, since: float) -> Terms:
+        """Those of one create or repair, made once: its time runs from `since`, seconds of the monotonic clock, when it
+        began to end what is in its way, however often it begins to search."""
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
         terms["hard_cap_at"], terms["searches"] = hard_cap_at, self._ended_searches(call, wanted)
         limits = acquire.limits(self._timeouts, provider, wanted.requirements())
-        terms["until"] = time.monotonic() + acquire.search_s(limits, provider.queue_s())
+        terms["until"] = since + acquire.search_s(limits, provider.queue_s())
         if isinstance(provider, Rekeys):
             from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
 

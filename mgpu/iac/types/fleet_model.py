@@ -180,7 +180,7 @@ def live_machines(state: FleetState, offer: Offer, pinned: Mapping[str, Machine]
 
 
 def _beside(inputs: FleetInputs, offer: Offer, machines: int) -> float:
-    one = inputs.requirements().model_copy(update={"nodes": 1})
+    one = inputs.model_copy(update={"nodes": 1}).requirements()  # none may live now, which nobody could ask for
     return machines * other_usd_per_hour(inputs.rented_from(), one, offer)
 
 

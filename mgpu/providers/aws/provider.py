@@ -6,12 +6,12 @@ A fleet's machines are made by `launch`, described by `machines`, ended by `endi
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mgpu.errors import NoOffer, ProviderError, Transient
+from mgpu.errors import AuthError, NoOffer, PermissionDenied, ProviderError, Transient
+from mgpu.paths import expanded
 from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves
 from mgpu.providers.aws.options import ENTRY, Options, region_of
 from mgpu.providers.aws.session import Account
@@ -63,7 +63,7 @@ class AwsProvider(Provider):
         EC2's, its role."""
         if self._options.profile or any(os.environ.get(name) for name in _VARIABLES):
             return True
-        paths = (Path(os.environ.get(name) or default).expanduser() for name, default in _FILES.items())
+        paths = (expanded(os.environ.get(name) or default) for name, default in _FILES.items())
         return any(path.is_file() and path.stat().st_size > 0 for path in paths) or _has_role()
 
     def check(self) -> None:
@@ -267,12 +267,19 @@ class AwsProvider(Provider):
 
     def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
         """Of the machine image in the first of these regions that has one: AWS publishes a build in all of them at
-        once. Raises ProviderError: AWS refused, or did not answer."""
+        once. Raises ProviderError: AWS refused in all of them, or did not answer."""
         from mgpu.providers.aws.instances import machine_image
 
+        denied: ProviderError | None = None
         for region in regions:
-            with contextlib.suppress(NoOffer):
+            try:
                 return machine_image.find(self._account, self._options, region).driver
+            except NoOffer:
+                continue
+            except (AuthError, PermissionDenied) as error:  # the region's own, perhaps
+                denied = denied or error
+        if denied:
+            raise denied
         return None
 
     def driver_of(self, handle: Handle) -> MachineDriver | None:

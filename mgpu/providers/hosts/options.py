@@ -10,6 +10,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError
 
 from mgpu.errors import InputError
+from mgpu.paths import expanded
 from mgpu.spec.block import Block, File, MachineKeys, Names, ProviderOptions
 from mgpu.spec.provider import Capabilities, ProviderEntry
 from mgpu.spec.values import form, refusal, shown
@@ -68,7 +69,7 @@ class HostsOptions(ProviderOptions):
     def in_folder(self, folder: Path) -> Self:
         """With its files where they are, for processes that run elsewhere."""
         paths = {key: getattr(self, key) for key in ("inventory", "ssh_config")}
-        found = {key: str((folder / Path(path).expanduser()).absolute()) for key, path in paths.items() if path}
+        found = {key: str((folder / expanded(path)).absolute()) for key, path in paths.items() if path}
         return self.model_copy(update=found)
 
     def hosts(self) -> tuple[Host, ...]:
@@ -80,7 +81,7 @@ class HostsOptions(ProviderOptions):
         lines = [(f"hosts.addresses: {each}", each) for each in self.addresses]
         if self.inventory:
             try:
-                text = Path(self.inventory).expanduser().read_text(encoding="utf-8")
+                text = expanded(self.inventory).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 cure = "Give `hosts.inventory` as a path from the folder of the run file."
                 why = getattr(error, "strerror", None) or str(error)

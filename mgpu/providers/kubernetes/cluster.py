@@ -63,8 +63,9 @@ _LOG_IN = "Log in as your cluster wants it, until `kubectl get pods` works."
 _CHECK = "`mgpu check kubernetes` says what is missing, with the least role that has it."
 
 
-class Missing(Exception):
-    """There is no such object."""
+class Missing(Transient):
+    """There is no such object. Where one cannot be missing (a list, what is made) no API server answers, but somebody
+    who stands in between: nothing is known."""
 
 
 class Exists(Exception):
@@ -252,7 +253,8 @@ def _renewed(access: Access, refused: _Proxy | None, ask: Callable[[], str], err
             with _lock:
                 new = _proxies.get(access)
                 # any other word is the API server's, to one whom it has let in
-                if new is None or isinstance(failure, _NO_WORD) or not isinstance(failure, Exception):
+                heard = isinstance(failure, Missing) or not isinstance(failure, _NO_WORD)
+                if new is None or not heard or not isinstance(failure, Exception):
                     over, _proxies[access] = new, refused
                 if isinstance(failure, AuthError):
                     _again_at[access] = time.monotonic() + _RENEW_S
@@ -378,7 +380,9 @@ def refused(
         why, reason = text.strip()[-1000:], None
     match status:
         case 404:
-            return InvalidRequest(what, why, "Create it, or name another.") if "namespaces" in why else Missing(why)
+            if 'namespaces "' in why:
+                return InvalidRequest(what, why, "Create it, or name another.")
+            return Missing(what, why, "Is it a Kubernetes API server that kubectl speaks to?")
         case 409:
             return Changed(why) if reason == "Conflict" else Exists(why)
         case 401:

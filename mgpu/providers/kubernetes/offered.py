@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu.errors import PermissionDenied, Transient
+from mgpu.errors import PermissionDenied
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import Offers
 from mgpu.providers.kubernetes import manifest
@@ -68,11 +68,7 @@ class Place:
 
     def all(self, path: str, selector: str) -> list[Json]:
         """The objects that have these labels. Raises Transient: what answers is no API server, and nothing is known."""
-        try:
-            return self.cluster.get(path, labelSelector=selector)["items"]
-        except Missing as error:
-            cure = "Is it a Kubernetes API server that kubectl speaks to?"
-            raise Transient(f"kubernetes: GET {path}", str(error), cure) from error
+        return self.cluster.get(path, labelSelector=selector)["items"]
 
     def events(self, job: Json | None) -> str:
         """What was last said of a Job whose pods cannot be made; empty: nothing, or this user may not see it."""

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from mgpu_train.config import Text
 from pydantic import Field, model_validator
 
+from mgpu.paths import expanded
 from mgpu.spec.block import Block, File, MachineKeys, Market, ProviderOptions
 from mgpu.spec.provider import Capabilities, ProviderEntry
 from mgpu.spec.values import form
@@ -121,7 +122,7 @@ class KubernetesOptions(ProviderOptions):
         """With the kubeconfig where it is, for processes that run elsewhere."""
         if not self.kubeconfig:
             return self
-        found = (folder / Path(self.kubeconfig).expanduser()).absolute()
+        found = (folder / expanded(self.kubeconfig)).absolute()
         return self.model_copy(update={"kubeconfig": str(found)})
 
     def shares_files(self) -> bool:

@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from mgpu.errors import (
@@ -29,6 +28,7 @@ from mgpu.errors import (
     RateLimited,
     Transient,
 )
+from mgpu.paths import expanded
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
     UNBILLED,
@@ -82,7 +82,7 @@ class KubernetesProvider(Provider):
     def configured(self) -> bool:
         """kubectl is there, and has somewhere to go."""
         named = self._options.kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
-        there = any(Path(each).expanduser().exists() for each in named.split(os.pathsep) if each)
+        there = any(expanded(each).exists() for each in named.split(os.pathsep) if each)
         return shutil.which("kubectl") is not None and (there or in_cluster())
 
     def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
@@ -342,9 +342,8 @@ class KubernetesProvider(Provider):
         if pod.uid not in self._told:
             try:
                 log = place.cluster.text(f"{place.pods}/{pod.name}/log", limitBytes="8192", container="node")
-            except (Missing, InvalidRequest, Transient) as error:  # the container is being made, or its node is silent
-                why = str(error) if isinstance(error, Missing) else error.why
-                return {}, f"Kubernetes: its log, which says how it is reached, cannot be read: {why}"
+            except (InvalidRequest, Transient) as error:  # the container is being made, or its node is silent
+                return {}, f"Kubernetes: its log, which says how it is reached, cannot be read: {error.why}"
             told = next((line for line in log.splitlines() if line.startswith('{"mgpu"')), "")
             if not told:
                 return {}, "Kubernetes: its log does not say yet how it is reached"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mgpu.errors import InvalidRequest
+from mgpu.paths import expanded
 
 _CHECK_S = 60.0  # for the nodes' Python to answer
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
@@ -16,7 +17,7 @@ _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('tor
 def find(named: str | None) -> str:
     """The program that `local.python` names, absolute; by default this process's own. Raises `InvalidRequest`."""
     asked = named or sys.executable
-    found = shutil.which(Path(asked).expanduser()) if asked.startswith("~") else shutil.which(asked)
+    found = shutil.which(expanded(asked)) if asked.startswith("~") else shutil.which(asked)
     if found is None:
         raise InvalidRequest(
             f"local.python: {asked} is not a program",

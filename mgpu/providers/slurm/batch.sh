@@ -1,5 +1,6 @@
 # One gang: Slurm starts this on its first node, and each node gets one task, which keeps it (node.py).
 trap 'exit 0' TERM # given back before it has begun
+unset SLURM_JWT # whoever submitted it is logged in by that for minutes; nodes have a way of their own
 echo "$SLURM_JOB_ID" >"$MGPU_GANG/job.$SLURM_JOB_ID"
 if [ -s "$MGPU_GANG/job.$SLURM_JOB_ID" ]; then # a full disk leaves an empty one
     ln "$MGPU_GANG/job.$SLURM_JOB_ID" "$MGPU_GANG/job" 2>/dev/null # fails where there is one

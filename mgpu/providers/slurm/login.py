@@ -23,6 +23,7 @@ from mgpu.errors import (
     QuotaExceeded,
     Transient,
 )
+from mgpu.paths import expanded
 from mgpu.providers import slurm
 from mgpu.providers.slurm.options import SlurmOptions
 
@@ -32,7 +33,7 @@ _BEGINS = (
     f"{_MARK}begins\n"  # on stderr: Slurm's words stand behind it, and before it what ssh and start-up files print
 )
 _QUIET = tuple(f"-o{each}" for each in ("BatchMode=yes", "ConnectTimeout=15", "LogLevel=ERROR"))  # no banners
-_OPERATORS = ("HOME", "PATH", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF")
+_OPERATORS = ("HOME", "PATH", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT")
 _PREFIXES = ("MODULE", "LMOD", "BASH_FUNC_", "http_proxy", "https_proxy", "no_proxy", "HTTP", "NO_PROXY", "SSL_CERT")
 
 # what Slurm and ssh print -> what it means; the first that is found counts
@@ -83,7 +84,7 @@ class Login:
 
     def ssh(self, *arguments: str) -> tuple[str, ...]:
         """The user's own ssh, which asks nothing, to the login node."""
-        config = ("-F", os.path.expanduser(self.options.ssh_config)) if self.options.ssh_config else ()  # noqa: PTH111
+        config = ("-F", str(expanded(self.options.ssh_config))) if self.options.ssh_config else ()
         return ("ssh", *config, *_QUIET, *arguments)
 
     def said(self, script: str, *words: str, files: str = "", doing: str = "ask Slurm") -> list[str]:
@@ -137,5 +138,6 @@ class Login:
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """What Slurm's commands, and with them the nodes, get of this process's environment: none of its secrets."""
+    """What Slurm's commands, and with them the nodes, get of this process's environment: none of its secrets but the
+    token that logs in to Slurm, which the job forgets before anything of it begins (batch.sh)."""
     return {name: value for name, value in environ.items() if name in _OPERATORS or name.startswith(_PREFIXES)}

@@ -123,7 +123,7 @@ tell() { # TOKEN: Slurm's word on the job, and the nodes' own
     down=$(sinfo -a -h -N -t down,fail,no_respond -o %N) || exit 1
     for node in $(lines "$down" | sort -u); do say "down|$node"; done
     for file in asked.json $(cd "$gangs/$1" 2>/dev/null && ls -d node-*.json ended-*.json 2>/dev/null); do
-        [ -f "$gangs/$1/$file" ] && say "file|$file|$(cat "$gangs/$1/$file")"
+        [ -f "$gangs/$1/$file" ] && say "file|$file|$(stat -c %Y "$gangs/$1/$file")|$(cat "$gangs/$1/$file")"
     done
     return 0
 }

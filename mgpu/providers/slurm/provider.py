@@ -226,10 +226,10 @@ class SlurmProvider(Provider):
         )
 
     def _node(self, gang: Gang, rank: int, name: str) -> NodeState:
-        asked, node = gang.files.get("asked.json", {}), gang.files.get(f"node-{rank}.json", {})
-        ended = gang.files.get(f"ended-{rank}.json")
-        phase, reason = gang.phase(node, ended) if name else (NodePhase.TERMINATED, "no machine was made for this rank")
+        phase, reason = gang.phase(rank) if name else (NodePhase.TERMINATED, "no machine was made for this rank")
         here = phase is NodePhase.RUNNING
+        needed = phase in (NodePhase.PENDING, NodePhase.RUNNING)  # of one that ends nobody asks any more
+        asked, node = (gang.told(each, needed=needed) or {} for each in ("asked.json", f"node-{rank}.json"))
         return NodeState(
             rank=rank,
             id=name,
@@ -264,16 +264,27 @@ class Gang:
     reason: str
     nodes: str
     down: frozenset[str]
-    files: dict[str, dict[str, Any]]
+    files: dict[str, tuple[float, str]]  # when it was written, UNIX seconds, and what stands in it
 
     @classmethod
     def of(cls, said: list[str]) -> Gang:
-        """From what `tell` of login.sh says. Raises Transient: a file in the work folder cannot be read now."""
+        """From what `tell` of login.sh says."""
         lines = [line.partition("|")[::2] for line in said]
         job = next((rest.split("|") for kind, rest in lines if kind == "job"), ["", "", "", ""])
-        files = dict(rest.split("|", 1) for kind, rest in lines if kind == "file")
+        files = [rest.split("|", 2) for kind, rest in lines if kind == "file"]
         down = frozenset(rest for kind, rest in lines if kind == "down")
-        return cls(job[1], job[2], job[3], down, {name: _told(name, text) for name, text in files.items()})
+        return cls(job[1], job[2], job[3], down, {name: (float(at or 0), text) for name, at, text in files})
+
+    def told(self, name: str, *, needed: bool = True) -> dict[str, Any] | None:
+        """What a file of the gang's folder says; None: there is none. Raises Transient: it cannot be read now; where it
+        is not `needed`, that is as if there were none."""
+        try:
+            return json.loads(self.files[name][1]) if name in self.files else None
+        except ValueError as error:  # empty: the file system did not give it
+            if not needed:
+                return None
+            cure = "Is the file system of `slurm.work_folder` well?"
+            raise Transient(f"slurm: {name} of a gang cannot be read", str(error), cure) from error
 
     @property
     def waits(self) -> bool:
@@ -285,31 +296,39 @@ class Gang:
         """What would let a job start that waits, where no time does; empty: its turn may come."""
         return next((cure for words, cure in _NEVER if self.waits and re.fullmatch(words, self.reason)), "")
 
-    def phase(self, node: Mapping[str, Any], ended: Mapping[str, Any] | None) -> tuple[NodePhase, str]:
+    def phase(self, rank: int) -> tuple[NodePhase, str]:
         """A node's phase, and why it is not running."""
+        node, ended = f"node-{rank}.json", self.told(f"ended-{rank}.json", needed=False)
+        has_ended = f"ended-{rank}.json" in self.files
+        said = (ended or {}).get("why") or "all that ran there has ended"
         if self.waits:
             why = self.reason if self.reason not in ("None", "") else "its turn comes"
             return NodePhase.PENDING, f"Slurm: {self.state.lower()}, {why}"
         if self.state not in ("", "COMPLETING", *ENDED):
-            if ended:
-                return NodePhase.STOPPING, ended["why"]
-            if node:
+            if has_ended:
+                return NodePhase.STOPPING, said
+            if node in self.files:
                 return NodePhase.RUNNING, ""
             return NodePhase.PENDING, f"Slurm: {self.state.lower()}, its task has not begun"
-        why = ended["why"] if ended else f"Slurm: {self.state.lower() or 'it knows this job no more'}"
+        why = said if has_ended else f"Slurm: {self.state.lower() or 'it knows this job no more'}"
         if self.state == "COMPLETING":
             return NodePhase.STOPPING, why
-        if node and not ended and node["node"] in self.down and time.time() < node["hard_cap_at"]:
-            return NodePhase.ENDING, f"{why}; node {node['node']} is down, and its processes may live on"
+        if node in self.files and not has_ended and (lives_on := self._lives_on(node)):
+            return NodePhase.ENDING, f"{why}; {lives_on}"
         return NodePhase.TERMINATED, why
 
-
-def _told(name: str, text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except ValueError as error:  # empty: the file system did not give it
-        cure = "Is the file system of `slurm.work_folder` well?"
-        raise Transient(f"slurm: {name} of a gang cannot be read", str(error), cure) from error
+    def _lives_on(self, name: str) -> str:
+        """What keeps a node's processes from being over with their job; empty: nothing. Where the node's own file stays
+        unreadable, any node that is down may be the one, for as long after the file's last change as a gang lives."""
+        if not self.down:
+            return ""
+        if node := self.told(name, needed=False):
+            is_down = node["node"] in self.down and time.time() < node["hard_cap_at"]
+            return f"node {node['node']} is down, and its processes may live on" if is_down else ""
+        asked = self.told("asked.json") or {}
+        if time.time() >= self.files[name][0] + asked.get("hard_cap_s", 0.0):
+            return ""
+        return f"{name} cannot be read, and its node may be one that is down: {', '.join(sorted(self.down))}"
 
 
 def _about(comment: str) -> dict[str, Any] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
+
+from mgpu_train.agent.machine import procs
 
 from mgpu.context import Context
 from mgpu.errors import (
@@ -57,7 +58,7 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
         record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
     _to(record, record.state if record.state.final else State.TEARDOWN, context)
     stack = stack_of(record, context)
-    if before is not None and before.pid != os.getpid():
+    if before is not None and before.process != procs.me():
         stack.oust(before.process, before.host, shared.earlier_hosts(record.run_id))
     give_back_fleet(stack, sellers_of(record), fleet, context, remove=maker(record).own_stack, name=record.fleet_name)
     record.teardown = "confirmed"

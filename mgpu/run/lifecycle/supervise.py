@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mgpu_train.agent.machine import procs
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import Secrets
 
@@ -111,7 +112,7 @@ class _Run:
             update={"providers": (*self.record.candidates,) or (self.record.provider,)}
         )
         self.stack: Stack = stack_of(self.record, context)
-        if before is not None and before.pid != os.getpid():
+        if before is not None and before.process != procs.me():
             self.stack.oust(before.process, before.host, shared.earlier_hosts(self.record.run_id))
         if self.record.state is not State.TEARDOWN:  # nobody logs in any more, and the stack's key may be gone with it
             key.bring(self.record, context)

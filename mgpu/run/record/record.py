@@ -522,7 +522,7 @@ def _read(path: Path) -> Record:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",
             f"{path}: {error}",
-            "Use the newer mgpu that wrote it; else end what `mgpu ls` shows of it, and move its folder away.",
+            shared.cure_of(path.parent.name),
         ) from error
 
 

@@ -138,7 +138,7 @@ class Session:
                 if self.folder.stop.exists():
                     return told()
                 other = self._taken_by()
-                if other is not None and other.host == os.uname().nodename:
+                if other is not None and other.lives:  # on this machine
                     return told("taken over")
                 if other is not None or shared.unsure_s(run_id):
                     why = f"taken over by {other}" if other else "the backend does not answer"

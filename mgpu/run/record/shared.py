@@ -127,6 +127,16 @@ def forget(run_id: str) -> None:
     (Folder(run_id).root / ".version").unlink(missing_ok=True)
 
 
+def cure_of(run_id: str) -> str:
+    """What helps where a record cannot be read. Of a bucket its object counts: where only the copy here is damaged,
+    which nobody writes to now, the next look brings another one."""
+    with suppress(FileNotFoundError), unheld(Folder(run_id).lock) as free:
+        if free and _version(run_id):
+            _keep_version(run_id, "of none")
+    what = "its folder" if location.current().folder else f"{location.current().place}/{_RECORDS}{run_id}.json"
+    return f"Use the newer mgpu that wrote it; else end what `mgpu ls` shows of it, and move {what} away."
+
+
 def known_s_ago() -> float | None:
     """How old the newest that this machine knows of a bucket's runs is; None: it knows nothing of any."""
     versions = [path.stat().st_mtime for path in runs().glob("*/.version")]

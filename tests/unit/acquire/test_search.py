@@ -27,6 +27,7 @@ from mgpu.errors import (
     InvalidRequest,
     NoCapacity,
     NoOffer,
+    PermissionDenied,
     ProviderError,
     QuotaExceeded,
     RateLimited,
@@ -341,6 +342,8 @@ def test_no_capacity_goes_on_with_the_next_offer_and_is_told(bench: Bench):
         (QuotaExceeded("x", scope="account"), {"same", "other zone", "other region", "same family"}),
         (NoOffer("x", scope="offer"), {"same"}),
         (NoOffer("x", scope="region"), {"same", "other zone", "same family", "other market", "other family"}),
+        (PermissionDenied("x", scope="region"), {"same", "other zone", "same family", "other market", "other family"}),
+        (AuthError("x", scope="region"), {"same", "other zone", "same family", "other market", "other family"}),
     ],
     ids=lambda value: f"{type(value).__name__}-{value.scope}" if isinstance(value, ProviderError) else "",
 )
@@ -359,6 +362,26 @@ def test_a_refusal_blocks_its_scope_for_that_type_and_market(bench: Bench, error
     tried = set(bench.double.created[1:])
     expected = {o.label for name, o in offers.items() if name not in skipped}
     assert tried == expected
+
+
+@pytest.mark.parametrize("kind", [AuthError, PermissionDenied])
+def test_a_region_that_is_closed_to_the_credentials_is_left_and_where_all_are_that_is_said(bench: Bench, kind):
+    offers = offer(), offer("g5.small"), offer("p4.small", region="r2", zone="z9")
+    bench.double.refuse["p4.big"] = kind("r1 is closed", next_step="Open it.", scope="region")
+    assert bench.acquire(*offers).offer.region == "r2"
+    assert len(bench.double.created) == 2
+    bench.double.refuse["p4.small"] = kind("r2 is closed", scope="region")
+    with pytest.raises(kind, match="r1 is closed") as caught:
+        bench.acquire(*offers)
+    assert ("r2 is closed" in caught.value.why, caught.value.next_step) == (True, "Open it.")
+
+
+@pytest.mark.parametrize("kind", [AuthError, PermissionDenied])
+def test_a_denial_of_the_account_ends_the_search(bench: Bench, kind):
+    bench.double.refuse["p4.big"] = kind("no", scope="account")
+    with pytest.raises(kind, match=r"^no"):
+        bench.acquire(offer(), offer(region="r2", zone="z9"))
+    assert len(bench.double.created) == 1
 
 
 def test_a_quota_that_offers_name_rules_out_what_counts_against_it_and_no_more(bench: Bench):
@@ -696,6 +719,15 @@ def crash(bench: Bench, wanted: Offer, request_: FleetRequest | None = None, att
         entries.append("intent", **intent.model_dump(mode="json"), hard_cap_s=asked.hard_cap_s)
     bench.double.create(asked, wanted, token)
     return token
+
+
+@pytest.mark.parametrize("kind", [AuthError, PermissionDenied])
+def test_what_a_dead_process_made_is_ended_before_another_region_is_asked_where_its_own_is_closed_now(bench, kind):
+    token = crash(bench, offer("p4.big"))
+    bench.double.refuse["p4.big"] = kind("r1 is closed", scope="region")
+    made = bench.acquire(offer("p4.big"), offer("p4.small", region="r2", zone="z9"))
+    assert (made.offer.region, made.handle.token == token) == ("r2", False)
+    assert bench.double.machines.keys() - bench.double.ended_at.keys() == set(made.handle.ids)
 
 
 def test_what_a_dead_process_made_is_adopted_even_when_the_offers_have_changed_places(bench: Bench):

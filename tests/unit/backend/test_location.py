@@ -59,6 +59,12 @@ def test_the_variable_comes_first_and_the_run_files_folder_before_the_present_on
     assert location.current().folder == Path.home() / "state"
 
 
+def test_another_users_home_is_no_folder_that_it_can_be_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(location.VARIABLE, "file://~no-such-user/state")
+    with pytest.raises(InputError, match="cannot be used"):
+        location.current()
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_folder_is_called_as_its_user_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool):
     folder = tmp_path / "my 100% state"

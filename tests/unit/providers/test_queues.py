@@ -31,7 +31,7 @@ def since(provider: str, made: Acquired) -> float:
 
 def test_a_job_of_slurms_costs_from_its_start(monkeypatch: pytest.MonkeyPatch):
     reached = {"address": "n1", "port": 1, "user": "u", "host_key": "k", "node": "n1", "hard_cap_at": BEGAN + 3600}
-    files = [f"file|node-{rank}.json|{json.dumps({**reached, 'began_at': BEGAN + rank})}" for rank in (0, 1)]
+    files = [f"file|node-{rank}.json|0|{json.dumps({**reached, 'began_at': BEGAN + rank})}" for rank in (0, 1)]
     said = {"look": [f"7 {NOW:.0f} 2"], "tell": ["job|7|RUNNING|None|n[1-2]", *files]}
     monkeypatch.setattr(Login, "said", lambda _, script, *words, **__: said[script.split()[0]])
     about = {"instance_type": "main/8cpu", "market": "on-demand", "price_usd_per_hour": 20, "fetched_at": 0}

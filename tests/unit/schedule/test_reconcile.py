@@ -663,6 +663,56 @@ def test_one_that_takes_too_long_is_asked_to_leave_and_then_killed(commands, tmp
     ]
 
 
+def test_one_that_hangs_is_ended_also_while_a_pass_watches_for_ever(nights, commands, monkeypatch):
+    """As a pass each minute does it; then the run is looked after again."""
+    nights.world.record("run-1", state=State.RUNNING)
+    commands["run-1"] = "exec sleep 1000"
+    began, start, hours = list[float](), Supervisors._start, iter([0.5, 2.4, 0.2])
+
+    def started(self: Supervisors, need: Need, watch_s: float) -> None:
+        began.append(nights.now)
+        start(self, need, watch_s)
+
+    def between() -> None:
+        if len(began) == 2:
+            raise KeyboardInterrupt
+        nights.now += next(hours, 0.01) * HOUR
+        assert nights.now - began[0] < 24 * HOUR, "it is never ended"
+
+    monkeypatch.setattr(Supervisors, "_start", started)
+    monkeypatch.setattr(reconcile, "LOOK_EVERY_S", 0.01)
+    found = Supervisors(nights.world.events.append, lambda: nights.now)
+    with pytest.raises(KeyboardInterrupt):
+        nights.reconciler(watch_s=10 * 365 * 24 * HOUR, supervisors=found, between=between).work()
+    assert began[1] - began[0] > 3 * HOUR
+    assert any("left to the next pass" in event.text for event in nights.world.of(Warned))
+
+
+@pytest.mark.parametrize(
+    ("sellers", "queue_h"),
+    [
+        ({"provider": "slurm", "options": {"queue_hours": "24"}}, 48),
+        ({"candidates": {"slurm": {"queue_hours": "3"}, "kubernetes": {"queue_hours": "2"}}}, 10),
+        ({"provider": "none-of-ours"}, 0),
+        ({}, 0),
+    ],
+    ids=["one", "several", "not here", "no queue"],
+)
+def test_a_run_whose_machines_wait_in_a_queue_keeps_its_place_there(nights, commands, tmp_path, sellers, queue_h):
+    """Whoever is ended while they wait asks anew."""
+    nights.world.record("run-1", state=State.PROVISIONING, **sellers)
+    commands["run-1"] = f"touch {tmp_path}/begun; exec sleep 1000"
+    now = [0.0]
+    found = Supervisors(nights.world.events.append, lambda: now[0])
+    nights.reconciler(supervisors=found)._pass()
+    until((tmp_path / "begun").exists)
+    for hours, told in ((2 + queue_h - 0.01, 0), (2 + queue_h + 0.01, 1)):
+        now[0] = hours * HOUR
+        found.ended(0.0)
+        assert len([each for each in nights.world.of(Warned) if "it takes more" in each.text]) == told
+    found.leave()
+
+
 def test_the_commands_that_look_after_a_run():
     assert supervisors._command(Need("a", ""), 90)[1:] == ["-m", "mgpu", "attach", "a", "--for", "90s", "--json"]
     assert supervisors._command(Need("a", "", give_back=True), 90)[1:] == ["-m", "mgpu", "down", "a", "--json"]

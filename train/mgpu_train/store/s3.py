@@ -92,7 +92,7 @@ class S3Store:
             with self._errors.translated(f"write {key}"):  # once: whoever lost the answer reads back
                 self._put(key, data, **condition)
         except StoreError as error:
-            if isinstance(error.__cause__, ClientError) and _status(error.__cause__) == 412:
+            if _unmet(error):
                 return False
             if maybe_done(error):
                 raise Ambiguous(str(error)) from error
@@ -185,8 +185,17 @@ class S3Store:
             pass
 
     def may_delete(self, prefix: str) -> None:
-        """See Store."""
-        self.delete(f"{prefix}none")  # there is no such object, and S3 refuses it all the same
+        """See Store. What there is not may not be deleted either; on condition that it is (If-Match) no delete
+        marker is left in a bucket that keeps versions. Without an answer to that, a plain delete tells."""
+        key = f"{prefix}none"
+        try:
+            with self._errors.translated(f"delete {key}"):
+                self._client.delete_object(**self._at(key), IfMatch="*")
+        except NotFound:
+            pass
+        except StoreError as error:
+            if not _unmet(error):  # S3 says 404, some servers 412, and others refuse any condition
+                self.delete(key)
 
     def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
         """See Store."""
@@ -339,6 +348,11 @@ def _date(answer: Any) -> float:
     """When the server answered, in UNIX seconds of its own clock; of this machine's where it does not say."""
     date = parsedate_tz(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
     return mktime_tz(date) if date else time.time()
+
+
+def _unmet(error: StoreError) -> bool:
+    """Whether a condition of the request did not hold."""
+    return isinstance(error.__cause__, ClientError) and _status(error.__cause__) == 412
 
 
 def _status(error: ClientError) -> int:

@@ -23,9 +23,11 @@ from typing import Any
 
 from mgpu.errors import (
     AmbiguousCreate,
+    AuthError,
     CleanupFailed,
     Conflict,
     NoCapacity,
+    PermissionDenied,
     ProviderError,
     QuotaExceeded,
     RateLimited,
@@ -34,7 +36,7 @@ from mgpu.errors import (
 from mgpu.providers.aws import names
 from mgpu.providers.aws.catalog import quotas
 from mgpu.providers.aws.catalog.spot_price import spot_price
-from mgpu.providers.aws.failures import calling, code_of, refusal
+from mgpu.providers.aws.failures import calling, code_of, of_region, refusal
 from mgpu.providers.aws.instances import equip, listing, machine_image, machines, network, teardown
 from mgpu.providers.aws.instances.fleet_request import Order, fleet, for_nothing, template
 from mgpu.providers.aws.session import Account
@@ -55,18 +57,21 @@ def launch(account: Account, order: Order) -> Handle:
     Raises:
         Conflict: the token was used for something else.
         NoCapacity, BidTooLow, QuotaExceeded, NoOffer: nothing was made.
+        AuthError, PermissionDenied: nothing was made; of scope region where other regions may say otherwise.
         Transient, RateLimited: call again with the same token; something may have been made.
         CleanupFailed: something was made that could not be ended.
         ProviderError: nothing was made.
     """
     _require_begun(order)
-    known = _known(account, order)
-    made = machines.find(account, _intent(order))
-    if known is None and made is not None:
-        return _handle(order, made.ids, made.made_at)  # ended: its template went last
-    if known is None or made is None or not all(_at(made.ids, rank) for rank in order.ranks):
-        known, ids = _make(account, order, known)
-        made = _handle(order, _ranked(order, ids), time.time())
+    with _of_its_region(account, order):
+        network.require_enabled(account, order.region)
+        known = _known(account, order)
+        made = machines.find(account, _intent(order))
+        if known is None and made is not None:
+            return _handle(order, made.ids, made.made_at)  # ended: its template went last
+        if known is None or made is None or not all(_at(made.ids, rank) for rank in order.ranks):
+            known, ids = _make(account, order, known)
+            made = _handle(order, _ranked(order, ids), time.time())
     try:
         equip.finish(account, order, made, hard_cap_at=float(known[names.HARD_CAP_AT]))
     except _PASSING:
@@ -75,6 +80,22 @@ def launch(account: Account, order: Order) -> Handle:
         _end(account, order, [name for name in made.ids if name], error)
         raise
     return _handle(order, made.ids, made.made_at)
+
+
+@contextmanager
+def _of_its_region(account: Account, order: Order) -> Iterator[None]:
+    """Whoever may rent nothing here may do so elsewhere, as long as nothing was made: policies name regions, and one
+    that was enabled a moment ago takes no credentials yet."""
+    try:
+        yield
+    except PermissionDenied as error:
+        if "ServiceLinkedRole" not in error.why:  # a role of the whole account
+            error.scope = "region"
+        raise
+    except AuthError as error:
+        if of_region(error) and order.region in account.opted_in():
+            error.scope = "region"
+        raise
 
 
 def recall(account: Account, order: Order) -> Handle | None:

@@ -49,8 +49,7 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
         ProviderError: AWS refused, or did not answer.
     """
     region = offer.region
-    if region not in account.once("regions", account.regions):
-        raise _missing(f"region {region}", "it is not enabled for this account", "Enable it in the AWS console.")
+    require_enabled(account, region)
     subnet = _subnet(account, options, offer, nodes)
     _require_dialled(options, subnet)
     group = group_of(account, options, region, subnet["VpcId"])
@@ -59,6 +58,13 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
         session_manager.require_program()
         session_manager.require_rights(account, region, profile)
     return Place(region, subnet["AvailabilityZone"], subnet["SubnetId"], group, profile)
+
+
+def require_enabled(account: Account, region: str) -> None:
+    """Raises NoOffer: the account has the region not enabled, and each call there would be refused as if the
+    credentials were bad; ProviderError."""
+    if region not in account.once("regions", account.regions):
+        raise _missing(f"region {region}", "it is not enabled for this account", "Enable it in the AWS console.")
 
 
 def subnets(account: Account, options: Options, region: str) -> list[dict[str, Any]]:

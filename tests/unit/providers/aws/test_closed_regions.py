@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from mgpu.errors import AuthError, PermissionDenied
+from mgpu.errors import AuthError, NoOffer, PermissionDenied
+from mgpu.plan.model import Offer
 from mgpu.providers.aws import check, failures, names
-from mgpu.providers.aws.instances import teardown
+from mgpu.providers.aws.instances import launch, machine_image, teardown
+from mgpu.providers.aws.provider import AwsProvider
 
 BY_POLICY = (
     "You are not authorized to perform this operation. User: arn:aws:sts::1:assumed-role/dev/me is not authorized to "
@@ -18,9 +20,12 @@ BY_POLICY = (
 )
 BY_NOBODY = "User: me is not authorized to perform: ec2:{} because no identity-based policy allows the action."
 ACCOUNT: Any = SimpleNamespace(
-    regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"), opted_in=lambda: frozenset({"eu-west-1"})
+    regions=lambda: ("ap-south-1", "eu-west-1", "us-east-1"),
+    opted_in=lambda: frozenset({"eu-west-1"}),
+    once=lambda _, ask: ask(),
 )
 EXPIRED = "The provided token has expired"
+SOLD = {"provider": "aws", "instance_type": "g5.xlarge", "market": "spot", "price_usd_per_hour": 1, "fetched_at": 0}
 NOT_VALID = "AWS was not able to validate the provided access credentials"
 
 
@@ -99,3 +104,62 @@ def test_credentials_that_are_refused_otherwise_fail_the_whole_listing(ec2, acti
     ec2[action, region] = words
     with pytest.raises(AuthError):
         teardown.list_owned(ACCOUNT, "o-1")
+
+
+SLR = "iam:CreateServiceLinkedRole: the ServiceLinkedRole for EC2 Spot does not exist"
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "region", "scope"),
+    [
+        ("UnauthorizedOperation", BY_POLICY, "us-east-1", "region"),
+        ("UnauthorizedOperation", BY_NOBODY, "us-east-1", "region"),
+        ("AuthFailure", NOT_VALID, "eu-west-1", "region"),
+        ("AuthFailure", NOT_VALID, "us-east-1", "account"),  # enabled since ever: the credentials are bad
+        ("ExpiredToken", EXPIRED, "eu-west-1", "account"),
+        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", SLR, "us-east-1", "account"),
+    ],
+)
+@pytest.mark.parametrize("made", [False, True])
+def test_a_create_that_is_denied_in_one_region_blocks_no_other_as_long_as_nothing_was_made(
+    monkeypatch, code, words, region, scope, made
+):
+    def denied(*_: Any, **__: Any) -> None:
+        raise failures.refusal(code, words.format("CreateFleet"), f"aws {region}", scope="zone")
+
+    known = (lambda *_: {launch.names.HARD_CAP_AT: "1"}) if made else denied
+    found = SimpleNamespace(ids=("i-1",), made_at=0.0)
+    ended = list[Any]()
+    monkeypatch.setattr(launch, "_known", known)
+    monkeypatch.setattr(launch, "_end", lambda *given: ended.append(given[2]))
+    monkeypatch.setattr(launch.machines, "find", lambda *_: found)
+    monkeypatch.setattr(launch.equip, "finish", denied)
+    request = SimpleNamespace(fleet="f", generation=1, owner="o")
+    offer = Offer.model_validate(SOLD | {"region": region})
+    order: Any = SimpleNamespace(region=region, offer=offer, ranks=(0,), request=request, token="t")
+    with pytest.raises((AuthError, PermissionDenied)) as caught:
+        launch.launch(ACCOUNT, order)
+    assert caught.value.scope == ("account" if made else scope)
+    assert ended == ([["i-1"]] if made else []), "and another region's machines would end like these"
+
+
+def test_a_region_that_is_not_enabled_is_asked_for_nothing_and_left(monkeypatch):
+    """It would refuse good credentials as bad ones, which ends a search."""
+    monkeypatch.setattr(launch, "_known", lambda *_: pytest.fail("a call there"))
+    offer = Offer.model_validate(SOLD | {"region": "me-south-1"})
+    order: Any = SimpleNamespace(region="me-south-1", offer=offer)
+    with pytest.raises(NoOffer, match="not enabled") as caught:
+        launch.launch(ACCOUNT, order)
+    assert (caught.value.scope, "Enable it" in caught.value.next_step) == ("region", True)
+
+
+def test_the_driver_of_an_image_is_asked_for_where_it_may_be_seen(monkeypatch):
+    def find(_account: Any, _options: Any, region: str) -> Any:
+        if region != "us-east-1":
+            raise failures.refusal("UnauthorizedOperation", BY_POLICY, f"aws {region}", scope="region")
+        return SimpleNamespace(driver="the driver")
+
+    monkeypatch.setattr(machine_image, "find", find)
+    assert AwsProvider().machine_driver(["eu-west-1", "us-east-1"]) == "the driver"
+    with pytest.raises(PermissionDenied):
+        AwsProvider().machine_driver(["eu-west-1", "ap-south-1"])

@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from fakes.kube.scripted import EVENTS, NOW, PODS, RUNNING, UNPLACED, Scripted, gang_of, stamp
+from fakes.kube.scripted import EVENTS, JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
 
 from mgpu.errors import PermissionDenied, Transient
 from mgpu.providers.base import NodePhase
 from mgpu.providers.kubernetes import manifest, offered
+from mgpu.providers.kubernetes.cluster import refused
 from mgpu.providers.kubernetes.provider import KubernetesProvider
 
 
@@ -86,6 +87,18 @@ def test_a_gang_that_can_never_be_made_says_so_with_a_cure():
         assert (node.phase, node.queued) == (NodePhase.PENDING, True)
         assert "violates PodSecurity" in node.reason
         assert "run_as_user" in node.cure
+
+
+@pytest.mark.parametrize("page", ["<h1>no backend for /apis/batch/v1/namespaces/n/jobs</h1>", "404 page not found"])
+def test_a_404_of_whoever_stands_before_the_api_says_nothing_of_a_gang(page: str):
+    """It comes from a gateway that is restarted, say: neither the launch ends by it, nor the look at what there is."""
+    answers, handle = gang_of([])
+    answers[f"POST {JOBS}"] = answers[EVENTS] = refused("kubernetes: POST jobs", 404, page)
+    for call in (lambda: provider(answers).create(*asked(), TOKEN), lambda: provider(answers).describe(handle)):
+        with pytest.raises(Transient) as caught:
+            call()
+        assert caught.value.why == page
+        assert "API server" in caught.value.next_step
 
 
 @pytest.mark.parametrize("newest_first", [True, False])

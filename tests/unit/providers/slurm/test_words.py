@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
+from importlib import resources
 
 import pytest
 from mgpu_train.timeouts import Timeouts
@@ -23,7 +25,8 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import Handle, NodePhase
+from mgpu.providers import slurm
+from mgpu.providers.base import Handle, NodePhase, NodeState
 from mgpu.providers.slurm import findings, login
 from mgpu.providers.slurm.login import Login
 from mgpu.providers.slurm.options import SlurmOptions
@@ -85,7 +88,9 @@ def gang(
     said = [f"job|7|{state}|None|{nodes}"] if state else []
     said += ["down|n1"] if down else []
     node = {"node": "n1", "hard_cap_at": time.time() + cap_s}
-    phase, reason = Gang.of(said).phase(node if begun else {}, {"why": "given back"} if ended else None)
+    said += [f"file|node-0.json|0|{json.dumps(node)}"] if begun else []
+    said += ['file|ended-0.json|0|{"why": "given back"}'] if ended else []
+    phase, reason = Gang.of(said).phase(0)
     assert reason or phase is NodePhase.RUNNING
     return phase
 
@@ -103,6 +108,14 @@ def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
     assert gang("NODE_FAIL", down=True, ended=True) is NodePhase.TERMINATED
     assert gang("NODE_FAIL") is NodePhase.TERMINATED
     assert gang("") is NodePhase.TERMINATED, "Slurm knows of no such job"
+
+
+def described(monkeypatch, *said: str) -> NodeState:
+    """The node of a gang of one, of which login.sh says this."""
+    monkeypatch.setattr(Login, "said", lambda *_, **__: list(said))
+    about = {"provider": "slurm", "region": "here", "fleet": "f", "generation": 1, "token": "f0" * 20}
+    (node,) = SlurmProvider().describe(Handle.model_validate({**about, "ids": ("f0f0f0f0f0-0",)})).nodes
+    return node
 
 
 @pytest.mark.parametrize(
@@ -123,24 +136,38 @@ def test_a_node_is_gone_only_when_its_job_has_ended_everywhere():
     ],
 )
 def test_a_job_that_waits_for_ever_is_told_from_one_whose_turn_comes(monkeypatch, reason, cure):
-    monkeypatch.setattr(Login, "said", lambda *_, **__: [f"job|7|PENDING|{reason}|"])
-    about = {"provider": "slurm", "region": "here", "fleet": "f", "generation": 1, "token": "f0" * 20}
-    (node,) = SlurmProvider().describe(Handle.model_validate({**about, "ids": ("f0f0f0f0f0-0",)})).nodes
+    node = described(monkeypatch, f"job|7|PENDING|{reason}|")
     assert (node.queued, node.cure_scope) == (True, "zone")
     assert (cure in node.cure) if cure else (node.cure == "")
     running = Gang.of([f"job|7|RUNNING|{reason}|n1"])
     assert running.cure == ""
 
 
-def test_of_a_file_that_cannot_be_read_nothing_is_concluded():
-    with pytest.raises(Transient, match=r"node-0\.json"):
-        Gang.of(["job|7|RUNNING|None|n1", "file|node-0.json|"])
+@pytest.mark.parametrize("name", ["asked.json", "node-0.json"])
+def test_of_a_file_that_cannot_be_read_nothing_is_concluded_while_the_job_runs(monkeypatch, name):
+    files = {"asked.json": "{}", "node-0.json": '{"port": 22}', name: ""}
+    with pytest.raises(Transient, match=name):
+        described(monkeypatch, "job|7|RUNNING|None|n1", *(f"file|{each}|1|{text}" for each, text in files.items()))
+
+
+def test_a_file_that_stays_unreadable_keeps_no_job_from_having_ended(monkeypatch):
+    """Nothing of it is asked for any more; but a node that is down may be the one that it would name."""
+    job, file, written = "job|7|NODE_FAIL|None|n1", "file|node-0.json|{:.0f}|", time.time()
+    asked = 'file|asked.json|1|{"hard_cap_s": 600}'
+    assert described(monkeypatch, job, "file|asked.json|1|", file.format(written)).phase is NodePhase.TERMINATED
+    assert (
+        described(monkeypatch, job, asked, file.format(written), "file|ended-0.json|1|").phase is NodePhase.TERMINATED
+    )
+    node = described(monkeypatch, job, asked, file.format(written), "down|n1")
+    assert (node.phase, "n1" in node.reason) == (NodePhase.ENDING, True)
+    late = described(monkeypatch, job, asked, file.format(written - 601), "down|n1")
+    assert late.phase is NodePhase.TERMINATED, "by its own clock, which has begun before the file was written"
 
 
 @pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "POWERING_UP"])
 def test_a_state_that_is_no_end_is_none(state):
     waiting = Gang.of([f"job|7|{state}|None|"])
-    assert (waiting.waits, waiting.phase({}, None)[0]) == (True, NodePhase.PENDING)
+    assert (waiting.waits, waiting.phase(0)[0]) == (True, NodePhase.PENDING)
     assert gang(state) is NodePhase.RUNNING
     assert not Gang.of([f"job|7|{state}|None|n1"]).waits
 
@@ -267,6 +294,20 @@ def test_a_token_that_was_given_up_is_no_refusal_that_ends_a_search(monkeypatch,
 def test_nodes_get_no_secret_of_the_operators():
     given = {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m", "AWS_SECRET_ACCESS_KEY": "x", "SLURM_JOB_ID": "1"}
     assert login.passed_on(given) == {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m"}
+
+
+def test_the_token_that_logs_in_to_slurm_reaches_its_commands_and_no_job(monkeypatch, tmp_path):
+    """On a login node that has no munge it is the only way in; a job that waits an hour for its turn has an old one."""
+    assert login.passed_on({"SLURM_JWT": "t"}) == {"SLURM_JWT": "t"}
+    for name, does in {"srun": f"env >{tmp_path}/env", "scontrol": "true"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MGPU_GANG": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JWT": "t"}
+    batch = resources.files(slurm).joinpath("batch.sh").read_text(encoding="utf-8")
+    subprocess.run(["bash", "-c", batch], env={**given, "SLURM_JOB_NUM_NODES": "1"}, check=True)
+    seen = (tmp_path / "env").read_text()
+    assert "SLURM_JOB_ID=7" in seen
+    assert "SLURM_JWT" not in seen
 
 
 def test_every_option_reaches_sbatch():

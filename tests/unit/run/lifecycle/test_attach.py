@@ -700,6 +700,16 @@ def test_who_was_dispossessed_leaves_at_once_and_touches_nothing(project):
     held[0][0].__exit__(None, None, None)
 
 
+@pytest.mark.parametrize("by", [attach.attach, downs.down])
+def test_a_supervisor_of_another_machine_whose_number_this_process_has_loses_its_engine(project, dead, by):
+    """In containers programs have the same number time and again."""
+    found = dead(State.PROVISIONING)
+    theirs = supervisor_lock.Holder("theirs", os.getpid(), 1, "another boot", "another-host")
+    supervisor_lock.replace_holder(Folder("run-1").lock, theirs)
+    by(found, project.context)
+    assert project.world.ousted == [theirs.process]
+
+
 @pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.TEARDOWN])
 def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, dead, suspended, state):
     found = dead(state, spec=RECOVERS, verdict=0)

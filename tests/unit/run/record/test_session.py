@@ -301,10 +301,12 @@ def test_what_was_abandoned_has_not_failed(session, answers):
         killed()
 
 
-def test_what_is_being_made_is_abandoned_where_another_machine_has_the_run(session):
+@pytest.mark.parametrize("host", ["another-host", os.uname().nodename])
+def test_what_is_being_made_is_abandoned_where_another_machine_has_the_run(session, host):
+    """Which may have the same name, as containers do."""
     abandoned = threading.Event()
     session.record.supervisor = "mine"
-    theirs = Holder("theirs", 1, 2, "boot", "another-host")
+    theirs = Holder("theirs", 1, 2, "boot", host)
 
     def taken() -> None:
         with session.undoing(pytest.fail, abandoned.set):

@@ -19,7 +19,7 @@ from mgpu_train.store.file import FileStore
 
 from mgpu.backend import location
 from mgpu.backend.location import Backend
-from mgpu.errors import StackError, TakenOver
+from mgpu.errors import InputError, StackError, TakenOver
 from mgpu.run.record import record as records
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
@@ -56,6 +56,45 @@ def supervised() -> Iterator[Record]:
         mine.supervisor = token
         records.save(mine)
         yield mine
+
+
+def damage(path: Path) -> None:
+    path.write_text('{"state": "of a newer mgpu"}')
+
+
+def test_a_record_that_is_damaged_in_the_bucket_is_told_with_what_takes_it_away(team: Team, tmp_path: Path):
+    """Its folder here is a copy, which comes back when it is moved."""
+    there = tmp_path / "bucket/team/mgpu/records" / f"{RUN}.json"
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+    damage(there)
+    for machine in ("a", "b"):
+        with team.on(machine):
+            failures = list[InputError]()
+            assert records.unsettled(failures.append) == []
+            with pytest.raises(InputError) as caught:
+                records.find(RUN)
+            assert {each.what for each in (*failures, caught.value)} == {f"the record of run {RUN} cannot be read"}
+            assert f"move s3://team/mgpu/records/{RUN}.json away" in caught.value.next_step
+    there.rename(tmp_path / "away")
+    for machine in ("a", "b"):
+        with team.on(machine):
+            assert records.unsettled(pytest.fail) == []
+            assert (records.find(RUN), records.every(fresh=True)) == (None, [])
+            assert not Folder(RUN).root.exists()
+
+
+def test_a_copy_that_alone_is_damaged_is_brought_again_unless_somebody_writes_to_it(team: Team):
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        damage(Folder(RUN).record)
+        with supervising(RUN), pytest.raises(InputError):
+            records.load(RUN)
+        damage(Folder(RUN).record)
+        assert (Folder(RUN).root / ".version").exists(), "by which its supervisor writes"
+        with pytest.raises(InputError):
+            records.find(RUN)
+        assert records.find(RUN) == records.load(RUN)
 
 
 def once(monkeypatch: pytest.MonkeyPatch, call: str, error: Exception, *, done: bool = False) -> None:
