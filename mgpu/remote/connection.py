@@ -131,9 +131,11 @@ def _open(
 def _dial(end: Target | Jump, outer: Connection | None, seconds: float) -> Wire:
     deadline = time.monotonic() + seconds
     if outer is not None:
-        tunnel = outer.transport.open_channel(
-            "direct-tcpip", (end.address, end.port), ("127.0.0.1", 0), timeout=seconds
-        )
+        there = (end.address, end.port)
+        try:
+            tunnel = outer.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=seconds)
+        except paramiko.ChannelException as error:
+            raise ConnectionError(f"Its jump host opened no connection to it: {error.text}.") from error
         return Wire(tunnel, deadline)
     if isinstance(end, Target) and isinstance(end.via, ProxyCommand):
         return Wire(_proxied(end.via, seconds), time.monotonic() + seconds)
@@ -230,6 +232,8 @@ def _failed(end: Target | Jump, doing: str, cause: str) -> ConnectionFailed:
 def _cause(error: BaseException) -> str:
     if isinstance(error, paramiko.AuthenticationException):
         return f"The login was refused: {error}"
+    if isinstance(error, paramiko.ChannelException):
+        return f"The SSH server opened no channel: {error.text}. Its sshd_config may limit them (MaxSessions)."
     if isinstance(error, TimeoutError):
         return "No answer in time."
     return str(error) or "The connection was lost."

@@ -66,7 +66,8 @@ class ProxyStream:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the thread that reads closes it, too, and was first
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._errors.close()
 

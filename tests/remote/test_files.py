@@ -157,6 +157,10 @@ def test_fetch_copies_whole_files_or_nothing(node, server, tmp_path):
     node.fetch("model", dest)
     assert dest.read_bytes() == data
     assert [path.name for path in dest.parent.iterdir()] == ["model"]
+    longest = "é" * 127 + "x"  # 255 bytes
+    (server.home / longest).write_bytes(data)
+    node.fetch(longest, tmp_path / longest)
+    assert (tmp_path / longest).read_bytes() == data
     with pytest.raises(FileNotFoundError):
         node.fetch("model", tmp_path / "no" / "folder")
     assert node.read("model") == data  # the session is fit for use

@@ -131,6 +131,22 @@ def test_one_that_does_not_get_there_says_why_and_is_gone(argv, why, server, key
     assert children() == before
 
 
+def test_two_threads_may_close_it(monkeypatch):
+    """The one that reads does so at the end of the input, and whoever closes the connection."""
+    stream = ProxyStream(["sh", "-c", f"echo SSH-2.0-x; {ENDLESS}"], 10)
+    wait = stream._process.wait
+
+    def too_long(timeout: float | None = None) -> int:
+        monkeypatch.undo()
+        os.killpg(stream._process.pid, signal.SIGKILL)  # the other one is a moment faster
+        wait()
+        raise subprocess.TimeoutExpired("sh", timeout or 0)
+
+    monkeypatch.setattr(stream._process, "wait", too_long)
+    stream.close()
+    stream.close()
+
+
 def test_the_greeting_may_come_in_pieces_and_nothing_of_it_is_lost():
     stream = ProxyStream(["sh", "-c", "printf '\\nSession\\nSS'; sleep 0.1; printf 'H-2.0-x\\r\\nrest'; cat"], 10)
     try:
