@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ FOREIGN = (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError)
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _GLOBAL_REQUEST = b"\x50"
 _DISCONNECT, _BY_APPLICATION = b"\x01", 11
+# All nodes may be behind one jump host, and sshd drops who comes while ten others log in (its MaxStartups)
+_jumping = threading.BoundedSemaphore(8)
 
 # paramiko logs every lost connection as an error; without a handler Python would print that on stderr
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -97,7 +100,7 @@ def load_key(path: Path) -> paramiko.PKey:
 
 
 def open_connection(target: Target, key: paramiko.PKey, timeouts: Timeouts) -> Connection:
-    """Dials and logs in once, within `ssh_banner_s` for each host on the way.
+    """Dials and logs in once, within `ssh_banner_s` for each host on the way, and as long for its turn at a jump host.
 
     Raises:
         HostKeyMismatch: another key than the pinned one; no byte of authentication was sent.
@@ -105,7 +108,12 @@ def open_connection(target: Target, key: paramiko.PKey, timeouts: Timeouts) -> C
     """
     if not isinstance(target.via, Jump):
         return _open(target, target, key, timeouts, None)
-    outer = _open(target, target.via, key, timeouts, None)
+    if not _jumping.acquire(timeout=timeouts.ssh_banner_s):
+        raise _failed(target.via, "could not be connected to", "Too many other connections are being made.")
+    try:
+        outer = _open(target, target.via, key, timeouts, None)
+    finally:
+        _jumping.release()
     try:
         return _open(target, target, key, timeouts, outer)
     except BaseException:

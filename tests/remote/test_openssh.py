@@ -66,6 +66,17 @@ def test_another_host_key(sshd, new_server, keys, timeouts):
         connect(sshd.target(host_key=new_server().host_key), keys.file, timeouts)
 
 
+def test_more_sessions_than_the_server_allows(at_sshd):
+    held = [at_sshd._connection.open_session(20) for _ in range(10)]
+    with pytest.raises(ConnectionFailed, match="node 0") as failed:
+        at_sshd.run(["true"], timeout=20)
+    assert "MaxSessions" in failed.value.why
+    for channel in held:
+        channel.close()
+    with at_sshd._connection.open_session(20):
+        assert not at_sshd.closed
+
+
 def test_a_stopped_session_is_noticed(sshd, open_node):
     """Its kernel acknowledges; the process that serves this connection does not answer."""
     node = open_node(sshd, Timeouts(keepalive_s=0.3))
