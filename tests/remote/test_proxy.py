@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,30 @@ def test_the_greeting_may_come_in_pieces_and_nothing_of_it_is_lost():
         assert got == b"SSH-2.0-x\r\nrest"
     finally:
         stream.close()
+
+
+def test_a_login_node_is_come_to_by_no_more_at_once_than_sshd_takes(monkeypatch):
+    under_way, most = set[ProxyStream](), list[int]()
+    start, greeting = ProxyStream._start, ProxyStream._greeting
+
+    def started(stream: ProxyStream, argv: list[str]) -> None:
+        under_way.add(stream)
+        most.append(len(under_way))
+        start(stream, argv)
+
+    def greeted(stream: ProxyStream, deadline: float) -> bytes:
+        try:
+            return greeting(stream, deadline)
+        finally:
+            under_way.remove(stream)
+
+    monkeypatch.setattr(ProxyStream, "_start", started)
+    monkeypatch.setattr(ProxyStream, "_greeting", greeted)
+    with ThreadPoolExecutor(24) as pool:
+        for stream in pool.map(lambda _: ProxyStream(["sh", "-c", "echo SSH-2.0-x; exec cat"], 30), range(24)):
+            stream.close()
+    assert len(most) == 24
+    assert max(most) <= 10
 
 
 def test_a_module_makes_the_connection_in_this_process(server, keys, monkeypatch):
