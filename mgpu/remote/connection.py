@@ -185,6 +185,9 @@ def _log_in(wire: Wire, end: Target | Jump, key: paramiko.PKey, timeouts: Timeou
 def _prepare(transport: paramiko.Transport, end: Target | Jump, timeouts: Timeouts) -> None:
     transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeouts.ssh_banner_s
     transport.clear_to_send_timeout = timeouts.command_s
+    # paramiko begins a key exchange after 512 MiB, waits for itself where the server closes a channel meanwhile, and
+    # loses the connection (its issue 822). A server begins one when it has to, OpenSSH's after 64 GiB: before us
+    transport.packetizer.REKEY_BYTES = 1 << 37
     options = transport.get_security_options()
     # a server with several host keys has to prove the one that is pinned
     options.key_types = ALGORITHMS[HostKey.parse(end.host_key).kind]

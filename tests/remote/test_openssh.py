@@ -10,6 +10,7 @@ import threading
 import pytest
 from fakes import strange_shell
 from mgpu_train.timeouts import Timeouts
+from paramiko.packet import Packetizer
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch
 from mgpu.remote.node import connect
@@ -75,6 +76,15 @@ def test_more_sessions_than_the_server_allows(at_sshd):
         channel.close()
     with at_sshd._connection.open_session(20):
         assert not at_sshd.closed
+
+
+def test_key_exchanges_are_begun_by_the_server_alone(sshd, open_node, monkeypatch):
+    """Those that paramiko begins end a connection on which channels come and go."""
+    begun = list[object]()
+    monkeypatch.setattr(Packetizer, "REKEY_BYTES", 100_000)
+    monkeypatch.setattr(Packetizer, "_trigger_rekey", lambda packetizer: begun.append(packetizer))
+    assert open_node(sshd).run(["cat"], stdin=bytes(1_000_000), timeout=30).stdout == bytes(1_000_000)
+    assert begun == []
 
 
 def test_a_stopped_session_is_noticed(sshd, open_node):
