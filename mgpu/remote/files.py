@@ -20,6 +20,10 @@ from mgpu.remote.library import CMD_DATA, CMD_READ, CMD_WRITE, int64, paramiko
 from mgpu.remote.targets import check_path
 
 READ_LIMIT = 64 << 20  # bytes that `read` takes into memory
+_REASONS = {
+    "": "The node refused.",
+    "Failure": "SFTP says no more than `Failure`, of a full disk, too (`df -h`), or of a folder where a file should be.",
+}
 BATCH = 64 * PIECE  # bytes asked for at once: as much as the channel's window lets through
 
 
@@ -112,11 +116,11 @@ class Files:
             try:
                 with deadline(self._connection, channel, seconds, doing):
                     yield client
-            except FileNotFoundError:
-                raise
             except BaseException as error:
+                if isinstance(error, FileNotFoundError) and verb != "write":  # then it is a folder that cannot be made
+                    raise
                 if _is_refusal(error) and not channel.closed:
-                    raise RemoteError(f"{self._name}: {doing}", str(error) or "The node refused.") from error
+                    raise RemoteError(f"{self._name}: {doing}", _REASONS.get(str(error), str(error))) from error
                 self.close()  # answers may be under way that nobody waits for any more
                 with self._connection.translated(doing):
                     raise

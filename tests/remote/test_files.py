@@ -67,6 +67,13 @@ def test_a_refusal_of_the_node_is_not_a_lost_connection(node, server):
     assert node.read("file") == b"x"
 
 
+def test_a_file_below_a_link_to_nowhere_is_not_written(node, server):
+    (server.home / "runs").symlink_to("nowhere")
+    with pytest.raises(RemoteError, match="node 0.*could not write runs/a/job.json"):
+        node.write("runs/a/job.json", b"{}")
+    node.write("other", b"1")
+
+
 @pytest.mark.parametrize("path", ["", "-rf", "a\nb", "a\x00b", "\x1b[2J", "\udcff", "a\u2028b"])
 def test_paths_that_are_not_plain_are_refused(node, server, path):
     for call in (node.read, node.exists, lambda p: node.write(p, b""), lambda p: node.read_from(p, 0, 1)):

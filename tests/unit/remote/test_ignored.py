@@ -31,7 +31,13 @@ def sent(folder, **options):
 
 
 ALL = {"train.py", "data/a", "data/b", "sub/x.log", "sub/deep/y.log"}
-NEVER = {".git/config": "", ".venv/lib/a.py": "", ".mgpu/env": "", "sub/__pycache__/x.pyc": "", "mgpu-runs/r/step-1": ""}
+NEVER = {
+    ".git/config": "",
+    ".venv/lib/a.py": "",
+    ".mgpu/env": "",
+    "sub/__pycache__/x.pyc": "",
+    "mgpu-runs/r/step-1": "",
+}
 
 
 @pytest.mark.parametrize(
