@@ -22,7 +22,7 @@ from mgpu.remote.targets import check_path
 READ_LIMIT = 64 << 20  # bytes that `read` takes into memory
 _REASONS = {
     "": "The node refused.",
-    "Failure": "SFTP says no more than `Failure`, of a full disk, too (`df -h`), or of a folder where a file should be.",
+    "Failure": "SFTP says no more than `Failure`, of a full disk, too (`df -h`), or of a folder where a file is to be.",
 }
 BATCH = 64 * PIECE  # bytes asked for at once: as much as the channel's window lets through
 

@@ -1,9 +1,10 @@
 """What of a folder is not to be sent, as its owner has written it down: `.gitignore` files, and `.mgpuignore`.
 
 Later ones have the last word, as in git: the `.gitignore` files of the repository from its root down, and its
-`.git/info/exclude`; the folder's own `.mgpuignore`, which may take back by `!` what a `.gitignore` leaves out. The names
-that nobody sends stay here whatever these say: `!*/` means the owner's folders, not `.git`; but `.mgpuignore` takes one
-of them back by its name. That git follows a file all the same, because it was added by force, is not looked at.
+`.git/info/exclude`; the folder's own `.mgpuignore`, which may take back by `!` what a `.gitignore` leaves out. The
+names that nobody sends stay here whatever these say: `!*/` means the owner's folders, not `.git`; but `.mgpuignore`
+takes one of them back by its name. That git follows a file all the same, because it was added by force, is not looked
+at.
 """
 
 from __future__ import annotations

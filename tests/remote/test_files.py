@@ -69,7 +69,7 @@ def test_a_refusal_of_the_node_is_not_a_lost_connection(node, server):
 
 def test_a_file_below_a_link_to_nowhere_is_not_written(node, server):
     (server.home / "runs").symlink_to("nowhere")
-    with pytest.raises(RemoteError, match="node 0.*could not write runs/a/job.json"):
+    with pytest.raises(RemoteError, match=r"node 0.*could not write runs/a/job\.json"):
         node.write("runs/a/job.json", b"{}")
     node.write("other", b"1")
 

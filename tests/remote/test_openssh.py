@@ -49,7 +49,7 @@ def test_files_and_sync(at_sshd, tmp_path):
     assert at_sshd.read_from(path, 2_999_990, 100) == b"y" * 10
     with pytest.raises(FileNotFoundError):
         at_sshd.read(str(tmp_path / "absent"))
-    with pytest.raises(RemoteError, match="node 0.*could not write") as refused:
+    with pytest.raises(RemoteError, match=r"node 0.*could not write") as refused:
         at_sshd.write(str(dest), b"where a folder is")
     assert "full disk" in refused.value.why, "that is all that is known"
 
