@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def _begun(argvs: Mapping[int, list[str]], *, through: bool) -> Iterator[tuple[i
                 time.sleep(LOOK_S)
             mark = Path(folder, str(rank))  # which ssh makes once it is logged in
             told = ["-oPermitLocalCommand=yes", f"-oLocalCommand=: > {shlex.quote(str(mark))}"]
-            begun[mark] = start([client, *told, *words])
+            begun[mark] = start([client, *told, *words], env={**os.environ, "SHELL": "/bin/sh"})  # for that line
             yield rank, begun[mark]
         while log_in():
             time.sleep(LOOK_S)

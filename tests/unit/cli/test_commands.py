@@ -531,10 +531,12 @@ def test_exec_comes_to_a_jump_host_by_no_more_at_once_than_sshd_takes(mgpu, runn
     client, log, go = tmp_path / "ssh", tmp_path / "log", tmp_path / "go"
     client.write_text(
         f"#!/bin/sh\necho come >> {log}\nwhile [ ! -e {go} ]; do sleep 0.01; done\necho logged in >> {log}\n"
-        'for word; do case "$word" in -oLocalCommand=*) sh -c "${word#-oLocalCommand=}";; esac; done\necho fine\n'
+        'for word; do case "$word" in\n-oLocalCommand=*) "$SHELL" -c "${word#-oLocalCommand=}" || echo no shell;;\n'
+        "esac; done\necho fine\n"
     )
     client.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _name: str(client))
+    monkeypatch.setenv("SHELL", "/bin/false")  # a service's user
     first = running.fleet["nodes"][0]
     jump = {name: first[name] for name in ("address", "port", "user", "host_key")}
     running.fleet["nodes"] = [{**first, "rank": rank, "id": f"i-{rank}", "via": jump} for rank in range(24)]
