@@ -58,13 +58,10 @@ class Files:
     def read(self, path: str) -> bytes:
         """The whole file. Raises FileNotFoundError; RemoteError above 64 MiB."""
         with self._session("read", path, self._timeouts.command_s) as sftp, sftp.open(path, "rb") as file:
-            parts, size = [], 0
-            while part := _read_batch(sftp, file, size, BATCH):
-                parts.append(part)
-                size += len(part)
-                if size > READ_LIMIT:
-                    raise RemoteError(f"{self._name}: {path} is too large to be read into memory", "", "Fetch it.")
-            return b"".join(parts)
+            size = file.stat().st_size or 0
+            if size > READ_LIMIT:
+                raise RemoteError(f"{self._name}: {path} is too large to be read into memory", "", "Fetch it.")
+            return b"".join(_read_all(sftp, file, 0, size))
 
     def read_from(self, path: str, offset: int, limit: int) -> bytes:
         """Up to `limit` bytes from `offset` on; none when there are no new ones, or no such file."""

@@ -88,6 +88,21 @@ def test_names_with_spaces_quotes_and_letters_of_all_kinds(node):
         assert node.read(name) == name.encode()
 
 
+def test_a_small_file_costs_few_requests(node, monkeypatch):
+    """Each node's status is read several times a second."""
+    node.write("status", b"1" * 1500)
+    client, asked = node._files._client, list[int]()
+    request = client._async_request
+
+    def counted(kind: object, number: int, *more: object) -> int:
+        asked.append(number)
+        return request(kind, number, *more)
+
+    monkeypatch.setattr(client, "_async_request", counted)
+    assert node.read("status") == b"1" * 1500
+    assert len(asked) <= 4, "opened, measured, read, closed"
+
+
 def test_a_growing_file_is_followed_byte_for_byte(node, server):
     log, expected = server.home / "log", random.Random(1).randbytes(3_000_000)
     done = threading.Event()
