@@ -46,15 +46,14 @@ class Ignored:
 
     def left_out(self, path: str) -> bool | None:
         """Whether a path is not sent; a folder's ends with a slash. None: no, and no file had to say so."""
-        own = self._own
-        if self._never.say(path):
-            return None if own is not None and own.take_back(path) else False
-        said = None
+        own, said = self._own, None
         for below, above, rules in self._git:
             if path.startswith(below) and (word := rules.say(above + path[len(below) :])) is not None:
                 said = word
         if own is not None and (word := own.say(path)) is not None:
             said = word
+        if self._never.say(path) and not (own is not None and own.take_back(path)):
+            return bool(said)
         return said or None
 
     def _above(self) -> None:

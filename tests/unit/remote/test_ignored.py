@@ -128,6 +128,8 @@ def test_a_folder_that_is_left_out_as_a_whole_was_chosen_all_the_same(tmp_path, 
 def test_what_nobody_sends_is_not_told_and_a_folder_is_told_by_its_name(folder):
     write(folder, **{".gitignore": "data/\n*.log\n", "__pycache__/x.pyc": "", ".venv/bin/python": ""})
     assert scan(folder).left_out == ["data/", "sub/deep/y.log", "sub/x.log"]
+    write(folder, **{".gitignore": ".venv/\n"})
+    assert scan(folder).left_out == [".venv/"], "its owner does not send it, either: a program in there is named"
 
 
 @pytest.mark.parametrize("name", [".gitignore", ".mgpuignore"])
