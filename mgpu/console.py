@@ -58,13 +58,13 @@ class LogLines:
         self._clock, self._bar_at, self._bar = clock, clock(), b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The whole lines in what has arrived; a line that grows too long is shown in pieces."""
+        """The whole lines in what has arrived; one that is too long is shown in pieces."""
         parts = (self._rest + data).split(b"\n")
         self._rest = parts.pop()
         if len(self._rest) > LONGEST_LINE:
             parts.append(self._rest)
             self._rest = b""
-        return [self._show(part) for part in [*parts, *self._redrawn()]]
+        return [line for part in [*parts, *self._redrawn()] for line in self._show(part)]
 
     def _redrawn(self) -> list[bytes]:
         """A bar that is redrawn by carriage returns has no line end for hours: now and then its state is a line."""
@@ -78,12 +78,12 @@ class LogLines:
     def flush(self) -> list[str]:
         """What is left without a line end."""
         rest, self._rest = self._rest, b""
-        return [self._show(rest)] if rest else []
+        return self._show(rest) if rest else []
 
-    def _show(self, line: bytes) -> str:
+    def _show(self, line: bytes) -> list[str]:
         # a progress bar redraws its line by carriage returns: only its last state is a line
-        shown = line.rstrip(b"\r").rpartition(b"\r")[2][:LONGEST_LINE]
-        return self._prefix + neutral(shown.decode("utf-8", "replace"))
+        text = neutral(line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace"))
+        return [self._prefix + text[at : at + LONGEST_LINE] for at in range(0, len(text) or 1, LONGEST_LINE)]
 
 
 class Console:

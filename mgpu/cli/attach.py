@@ -70,15 +70,18 @@ def _pass_by(console: Console, record: Record, watch_s: float, *, take_over: boo
 def _follow(console: Console, run_id: str) -> Record:
     """Shows what the supervisor writes down, until the run is over or has none. Ending this ends nothing else."""
     console.say(f"following {run_id}; Ctrl-C ends only this view")
-    folder, offsets = Folder(run_id), dict[Path, int]()
+    files.follow(run_id)
+    folder, nodes = Folder(run_id), range(load(run_id).nodes)
+    offsets = {path: max(0, path.stat().st_size - TAIL) for rank in nodes for path in folder.logs(rank)}
     while True:
-        files.follow(run_id)
         watched = supervised(run_id)
         record = load(run_id)
-        for rank in range(record.nodes):
+        ends = record.state.final or not watched
+        files.follow(run_id, last=ends)
+        for rank in nodes:
             for path in folder.logs(rank):
                 _pass_on(console, path, rank, offsets)
-        if record.state.final or not watched:
+        if ends:
             console.done()
             return record
         told = {"step": known(record.step), "steps": record.steps, "phase": "training", "values": record.metrics}
@@ -87,10 +90,9 @@ def _follow(console: Console, run_id: str) -> Record:
 
 
 def _pass_on(console: Console, path: Path, rank: int, offsets: dict[Path, int]) -> None:
-    offset = offsets.setdefault(path, max(0, path.stat().st_size - TAIL))
     with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(1 << 20)
-    offsets[path] = offset + len(data)
-    if data:
-        console.emit(LogChunk(rank, offset, data))
+        offset = file.seek(offsets.get(path, 0))
+        while data := file.read(1 << 20):
+            console.emit(LogChunk(rank, offset, data))
+            offset += len(data)
+    offsets[path] = offset

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
@@ -18,6 +23,7 @@ from mgpu.console import Console, LogLines
 from mgpu.errors import ConnectionFailed, InputError
 
 PIECE = 1 << 16
+LOG_IN, LOOK_S = 8, 0.02  # clients that log in at a time; how often they are looked at
 NO_CONNECTION = 255  # what ssh itself ends with
 _OWN = "mgpu: the command itself has ended with 255"  # said on its node, the last on standard error
 _LAST = 1 << 10  # bytes to find it in
@@ -41,7 +47,7 @@ def exec(run: str, command: tuple[str, ...], stack: str | None, node: int | None
     ranks = route.ranks if node is None else (route.one(node),)
     script = route.script(command, f"[ $code -ne {NO_CONNECTION} ] || echo '{_OWN}' >&2; exit $code")
     argvs = {rank: [*route.argv(rank, "-oBatchMode=yes"), script] for rank in ranks}
-    ended = _at_once(argvs) if len(argvs) > 1 else {ranks[0]: _alone(argvs[ranks[0]])}
+    ended = _at_once(argvs, through=route.through) if len(argvs) > 1 else {ranks[0]: _alone(argvs[ranks[0]])}
     unreached = [rank for rank, (code, own) in ended.items() if code == NO_CONNECTION and not own]
     if unreached:
         where = ", ".join(map(str, unreached))
@@ -60,14 +66,11 @@ def _alone(argv: list[str]) -> tuple[int, bool]:
         return process.wait(), _OWN.encode() in last
 
 
-def _at_once(argvs: Mapping[int, list[str]]) -> dict[int, tuple[int, bool]]:
-    """By node, what `_alone` returns; every line is printed behind its node_rank as it comes. Raises OSError: the lines
-    cannot be passed on, and the clients were ended."""
+def _at_once(argvs: Mapping[int, list[str]], *, through: bool) -> dict[int, tuple[int, bool]]:
+    """By node, what `_alone` returns; every line is printed behind its node_rank as it comes. `through`: something is
+    before the nodes. Raises OSError: the lines cannot be passed on, and the clients were ended."""
     console = Console()
-    begun = {
-        rank: subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank, argv in argvs.items()
-    }
+    begun = dict[int, subprocess.Popen[bytes]]()
     ended = SimpleQueue[tuple[int, bytes] | OSError]()
 
     def pass_on(rank: int, stream: IO[bytes] | None, show: Callable[[str], None]) -> None:
@@ -76,13 +79,13 @@ def _at_once(argvs: Mapping[int, list[str]]) -> dict[int, tuple[int, bool]]:
         except OSError as error:  # nobody reads it any more, or a full disk
             ended.put(error)
 
-    ways = [(rank, each.stdout, console.text) for rank, each in begun.items()]
-    ways += [(rank, each.stderr, partial(console.say, whole=True)) for rank, each in begun.items()]
     try:
-        for way in ways:
-            threading.Thread(target=pass_on, args=way, daemon=True).start()
+        for rank, each in _begun(argvs, through=through):
+            begun[rank] = each
+            for way in ((each.stdout, console.text), (each.stderr, partial(console.say, whole=True))):
+                threading.Thread(target=pass_on, args=(rank, *way), daemon=True).start()
         own = set[int]()
-        for _ in ways:
+        for _ in range(2 * len(begun)):
             found = ended.get()
             if isinstance(found, OSError):
                 raise found
@@ -92,6 +95,30 @@ def _at_once(argvs: Mapping[int, list[str]]) -> dict[int, tuple[int, bool]]:
     finally:
         for process in begun.values():
             process.kill()
+
+
+def _begun(argvs: Mapping[int, list[str]], *, through: bool) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """The clients, as they are started; `through`: the next one waits while so many are not logged in yet. sshd drops
+    who comes to a jump host while ten others log in (its MaxStartups)."""
+    start = partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if not through:
+        yield from ((rank, start(argv)) for rank, argv in argvs.items())
+        return
+    with tempfile.TemporaryDirectory(prefix="mgpu-exec-") as folder:
+        begun = dict[Path, subprocess.Popen[bytes]]()
+
+        def log_in() -> int:
+            return sum(each.poll() is None and not mark.exists() for mark, each in begun.items())
+
+        for rank, (client, *words) in argvs.items():
+            while log_in() >= LOG_IN:
+                time.sleep(LOOK_S)
+            mark = Path(folder, str(rank))  # which ssh makes once it is logged in
+            told = ["-oPermitLocalCommand=yes", f"-oLocalCommand=: > {shlex.quote(str(mark))}"]
+            begun[mark] = start([client, *told, *words], env={**os.environ, "SHELL": "/bin/sh"})  # for that line
+            yield rank, begun[mark]
+        while log_in():
+            time.sleep(LOOK_S)
 
 
 def _pass_on(console: Console, rank: int, stream: IO[bytes] | None, show: Callable[[str], None]) -> bytes:

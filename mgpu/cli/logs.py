@@ -49,11 +49,11 @@ def _print(console: Console, run: str, node: int | None, *, with_times: bool, fo
     readers = [_Reader(folder, rank) for rank in ranks]
     seen = False
     while True:
-        if known:
-            files.follow(record.run_id)
         watched = supervised(record.run_id)
         over = load(record.run_id).state.final
         ends = over or not follow or not watched
+        if known:
+            files.follow(record.run_id, last=ends)
         for data in readers[0].bytes() if raw else ():
             console.raw(data)
             seen = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import shlex
 import threading
@@ -73,7 +74,8 @@ def deadline(connection: Connection, channel: paramiko.Channel, seconds: float, 
 
     def expire() -> None:
         expired.set()
-        channel.close()
+        with contextlib.suppress(*FOREIGN):  # the connection may be as dead as what was waited for
+            channel.close()
 
     timer = threading.Timer(seconds, expire)
     timer.daemon = True

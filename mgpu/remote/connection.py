@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ FOREIGN = (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError)
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _GLOBAL_REQUEST = b"\x50"
 _DISCONNECT, _BY_APPLICATION = b"\x01", 11
+# All nodes may be behind one jump host, and sshd drops who comes while ten others log in (its MaxStartups)
+_jumping = threading.BoundedSemaphore(8)
 
 # paramiko logs every lost connection as an error; without a handler Python would print that on stderr
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -97,7 +100,7 @@ def load_key(path: Path) -> paramiko.PKey:
 
 
 def open_connection(target: Target, key: paramiko.PKey, timeouts: Timeouts) -> Connection:
-    """Dials and logs in once, within `ssh_banner_s` for each host on the way.
+    """Dials and logs in once, within `ssh_banner_s` for each host on the way, and as long for its turn at a jump host.
 
     Raises:
         HostKeyMismatch: another key than the pinned one; no byte of authentication was sent.
@@ -105,7 +108,12 @@ def open_connection(target: Target, key: paramiko.PKey, timeouts: Timeouts) -> C
     """
     if not isinstance(target.via, Jump):
         return _open(target, target, key, timeouts, None)
-    outer = _open(target, target.via, key, timeouts, None)
+    if not _jumping.acquire(timeout=timeouts.ssh_banner_s):
+        raise _failed(target.via, "could not be connected to", "Too many other connections are being made.")
+    try:
+        outer = _open(target, target.via, key, timeouts, None)
+    finally:
+        _jumping.release()
     try:
         return _open(target, target, key, timeouts, outer)
     except BaseException:
@@ -131,9 +139,11 @@ def _open(
 def _dial(end: Target | Jump, outer: Connection | None, seconds: float) -> Wire:
     deadline = time.monotonic() + seconds
     if outer is not None:
-        tunnel = outer.transport.open_channel(
-            "direct-tcpip", (end.address, end.port), ("127.0.0.1", 0), timeout=seconds
-        )
+        there = (end.address, end.port)
+        try:
+            tunnel = outer.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=seconds)
+        except paramiko.ChannelException as error:
+            raise ConnectionError(f"Its jump host opened no connection to it: {error.text}.") from error
         return Wire(tunnel, deadline)
     if isinstance(end, Target) and isinstance(end.via, ProxyCommand):
         return Wire(_proxied(end.via, seconds), time.monotonic() + seconds)
@@ -175,6 +185,9 @@ def _log_in(wire: Wire, end: Target | Jump, key: paramiko.PKey, timeouts: Timeou
 def _prepare(transport: paramiko.Transport, end: Target | Jump, timeouts: Timeouts) -> None:
     transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeouts.ssh_banner_s
     transport.clear_to_send_timeout = timeouts.command_s
+    # paramiko begins a key exchange after 512 MiB, waits for itself where the server closes a channel meanwhile, and
+    # loses the connection (its issue 822). A server begins one when it has to, OpenSSH's after 64 GiB: before us
+    transport.packetizer.REKEY_BYTES = 1 << 37
     options = transport.get_security_options()
     # a server with several host keys has to prove the one that is pinned
     options.key_types = ALGORITHMS[HostKey.parse(end.host_key).kind]
@@ -230,6 +243,8 @@ def _failed(end: Target | Jump, doing: str, cause: str) -> ConnectionFailed:
 def _cause(error: BaseException) -> str:
     if isinstance(error, paramiko.AuthenticationException):
         return f"The login was refused: {error}"
+    if isinstance(error, paramiko.ChannelException):
+        return f"The SSH server opened no channel: {error.text}. Its sshd_config may limit them (MaxSessions)."
     if isinstance(error, TimeoutError):
         return "No answer in time."
     return str(error) or "The connection was lost."

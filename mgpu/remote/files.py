@@ -20,6 +20,10 @@ from mgpu.remote.library import CMD_DATA, CMD_READ, CMD_WRITE, int64, paramiko
 from mgpu.remote.targets import check_path
 
 READ_LIMIT = 64 << 20  # bytes that `read` takes into memory
+_REASONS = {
+    "": "The node refused.",
+    "Failure": "SFTP says no more than `Failure`, of a full disk, too (`df -h`), or of a folder where a file is to be.",
+}
 BATCH = 64 * PIECE  # bytes asked for at once: as much as the channel's window lets through
 
 
@@ -54,13 +58,10 @@ class Files:
     def read(self, path: str) -> bytes:
         """The whole file. Raises FileNotFoundError; RemoteError above 64 MiB."""
         with self._session("read", path, self._timeouts.command_s) as sftp, sftp.open(path, "rb") as file:
-            parts, size = [], 0
-            while part := _read_batch(sftp, file, size, BATCH):
-                parts.append(part)
-                size += len(part)
-                if size > READ_LIMIT:
-                    raise RemoteError(f"{self._name}: {path} is too large to be read into memory", "", "Fetch it.")
-            return b"".join(parts)
+            size = file.stat().st_size or 0
+            if size > READ_LIMIT:
+                raise RemoteError(f"{self._name}: {path} is too large to be read into memory", "", "Fetch it.")
+            return b"".join(_read_all(sftp, file, 0, size))
 
     def read_from(self, path: str, offset: int, limit: int) -> bytes:
         """Up to `limit` bytes from `offset` on; none when there are no new ones, or no such file."""
@@ -112,11 +113,11 @@ class Files:
             try:
                 with deadline(self._connection, channel, seconds, doing):
                     yield client
-            except FileNotFoundError:
-                raise
             except BaseException as error:
+                if isinstance(error, FileNotFoundError) and verb != "write":  # then it is a folder that cannot be made
+                    raise
                 if _is_refusal(error) and not channel.closed:
-                    raise RemoteError(f"{self._name}: {doing}", str(error) or "The node refused.") from error
+                    raise RemoteError(f"{self._name}: {doing}", _REASONS.get(str(error), str(error))) from error
                 self.close()  # answers may be under way that nobody waits for any more
                 with self._connection.translated(doing):
                     raise

@@ -1,14 +1,18 @@
 """What of a folder is not to be sent, as its owner has written it down: `.gitignore` files, and `.mgpuignore`.
 
-Later ones have the last word, as in git: the names that nobody sends; the `.gitignore` files of the repository from its
-root down, and its `.git/info/exclude`; the folder's own `.mgpuignore`, which may take back by `!` what a `.gitignore`
-leaves out. That git follows a file all the same, because it was added by force, is not looked at.
+Later ones have the last word, as in git: the `.gitignore` files of the repository from its root down, and its
+`.git/info/exclude`; the folder's own `.mgpuignore`, which may take back by `!` what a `.gitignore` leaves out. The
+names that nobody sends stay here whatever these say: `!*/` means the owner's folders, not `.git`; but `.mgpuignore`
+takes one of them back by its name. That git follows a file all the same, because it was added by force, is not looked
+at.
 """
 
 from __future__ import annotations
 
+import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -29,8 +33,8 @@ class Ignored:
             InputError: `.mgpuignore` cannot be read, or holds something else; a `.gitignore` cannot be read.
         """
         self._folder, self._files = folder.resolve(), files
-        self._never = GitIgnoreSpec.from_lines(exclude)
-        self._git: list[tuple[str, str, GitIgnoreSpec]] = []  # what a path begins with, what to put before it, rules
+        self._never = _Rules(exclude)
+        self._git: list[tuple[str, str, _Rules]] = []  # what a path begins with, what to put before it, rules
         self._own = _own(folder / IGNORE_FILE) if files else None
         if files:
             self._above()
@@ -42,14 +46,15 @@ class Ignored:
 
     def left_out(self, path: str) -> bool | None:
         """Whether a path is not sent; a folder's ends with a slash. None: no, and no file had to say so."""
-        said = self._never.check_file(path).include
-        by_owner = False
+        own, said = self._own, None
         for below, above, rules in self._git:
-            if path.startswith(below) and (word := rules.check_file(above + path[len(below) :]).include) is not None:
-                said, by_owner = word, True
-        if self._own is not None and (word := self._own.check_file(path).include) is not None:
-            said, by_owner = word, True
-        return by_owner if said else None
+            if path.startswith(below) and (word := rules.say(above + path[len(below) :])) is not None:
+                said = word
+        if own is not None and (word := own.say(path)) is not None:
+            said = word
+        if self._never.say(path) and not (own is not None and own.take_back(path)):
+            return bool(said)
+        return said or None
 
     def _above(self) -> None:
         """The rules of the repository that the folder is a part of, unless they leave out all of the folder."""
@@ -61,18 +66,48 @@ class Ignored:
             if each.is_relative_to(root):
                 found.append((each, _git_rules(each / GIT_FILE)))
         for at, rules in found:
-            above = "".join(f"{part}/" for part in self._folder.relative_to(at).parts)
+            ways = [*accumulate(f"{part}/" for part in self._folder.relative_to(at).parts)]
             if rules is None:
                 continue
-            if above and rules.match_file(above):
+            if any(map(rules.say, ways)):
                 self._git.clear()
                 return
-            self._git.append(("", above, rules))
+            self._git.append(("", ways[-1] if ways else "", rules))
 
 
-def _git_rules(path: Path) -> GitIgnoreSpec | None:
+class _Rules:
+    """The patterns of one file; the last one that is for a path counts."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        """Raises ValueError: not a pattern."""
+        lines = [*lines]
+        self._files = GitIgnoreSpec.from_lines(lines)
+        # who asks for `a/` hears of what is in a folder `a`: of the folder itself, as if that were a file
+        self._folders = GitIgnoreSpec.from_lines(_of_anything(line) for line in lines)
+
+    def say(self, path: str) -> bool | None:
+        """Whether a path is left out; a folder's ends with a slash. None: no pattern is for it."""
+        return self._spec(path).check_file(path.rstrip("/")).include
+
+    def take_back(self, path: str) -> bool:
+        """Whether a path is taken back, by a pattern that would not do so with any name, such as `.git`."""
+        spec = self._spec(path)
+        found = spec.check_file(path.rstrip("/"))
+        return found.include is False and spec.patterns[found.index or 0].match_file(".git") is None
+
+    def _spec(self, path: str) -> GitIgnoreSpec:
+        return self._folders if path.endswith("/") else self._files
+
+
+def _of_anything(line: str) -> str:
+    """A pattern for folders alone, as one for all."""
+    found = re.fullmatch(r"(.+)/ *", line)
+    return found[1] if found and _is_pattern(found[1]) else line
+
+
+def _git_rules(path: Path) -> _Rules | None:
     lines = _lines(path)
-    return GitIgnoreSpec.from_lines(each for each in lines if _is_pattern(each)) if lines else None
+    return _Rules(each for each in lines if _is_pattern(each)) if lines else None
 
 
 def _is_pattern(line: str) -> bool:
@@ -84,9 +119,9 @@ def _is_pattern(line: str) -> bool:
     return True
 
 
-def _own(path: Path) -> GitIgnoreSpec:
+def _own(path: Path) -> _Rules:
     try:
-        return GitIgnoreSpec.from_lines(_lines(path))
+        return _Rules(_lines(path))
     except ValueError as error:
         raise InputError(f"{path}: not a pattern", str(error), "Patterns are as in .gitignore.") from error
 

@@ -116,7 +116,7 @@ class Node:
 
         Raises FileNotFoundError; OSError of this machine.
         """
-        aside = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}")
+        aside = dest.with_name(f".{dest.name[:50]}.{secrets.token_hex(4)}")  # the name may be as long as any can be
         try:
             with contextlib.closing(self._files.blocks(path)) as blocks, aside.open("xb") as out:
                 for block in blocks:

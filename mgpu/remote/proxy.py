@@ -21,8 +21,9 @@ _GREETING = re.compile(rb"^SSH-", re.MULTILINE)
 _BEFORE_BYTES = 65_536  # of what is written before the greeting
 _TOLD_BYTES = 2000  # of what the program says of its own failure
 _END_S = 1.0  # from the end of its input to SIGKILL
-# Many nodes are connected to at once, and a program may take most of a processor as it starts
-_starting = threading.BoundedSemaphore(16)
+# Many nodes are connected to at once: a program may take most of a processor as it starts, and where it is ssh, the
+# login node before all of them drops who comes while ten others log in (MaxStartups of its sshd)
+_starting = threading.BoundedSemaphore(8)
 
 
 class ProxyStream:
@@ -66,7 +67,8 @@ class ProxyStream:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the thread that reads closes it, too, and was first
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._errors.close()
 

@@ -99,8 +99,9 @@ def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE, *, ignore_files
     for path in _walk(snapshot, ignored):
         try:
             _add(snapshot, check_path(path))
-        except MgpuError as error:
-            problems.append(error.what)
+        except (MgpuError, OSError) as error:
+            if os.path.lexists(snapshot.folder / path):  # else it has gone since it was seen: an editor's own files do
+                problems.append(error.what if isinstance(error, MgpuError) else f"{path} cannot be read: {error}")
     if problems:
         raise InputError(
             f"{folder}: {len(problems)} of its files cannot be sent",
@@ -114,6 +115,8 @@ def _walk(snapshot: Snapshot, ignored: Ignored, below: str = "") -> Iterator[str
     root = snapshot.folder
     try:
         entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
+    except FileNotFoundError:  # it has gone since it was seen
+        return
     except OSError as error:
         raise InputError(f"{root / below} cannot be read", str(error)) from error
     ignored.enter(below)

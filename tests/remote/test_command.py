@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import until
 
 from mgpu.errors import CommandFailed, ConnectionFailed, InputError
-from mgpu.remote.command import Tail
+from mgpu.remote.command import Tail, deadline
 
 ECHO = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))"]
 
@@ -112,6 +114,25 @@ def test_a_hanging_command_ends_at_its_deadline_and_the_connection_lives_on(node
         node.run(["sleep", "600"], timeout=0.5)
     assert "0.5 s" in failed.value.why
     assert node.run(["echo", "on"], timeout=20).stdout == b"on\n"
+
+
+def test_a_deadline_on_a_connection_that_is_dead_says_nothing_of_its_own(node, monkeypatch):
+    """What is sent to close a channel may fail as all else does."""
+    said, waits = list[object](), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    channel = node._connection.open_session(20)
+    close = channel.close
+
+    def dead() -> None:
+        close()
+        waits.set()
+        raise EOFError
+
+    monkeypatch.setattr(channel, "close", dead)
+    with pytest.raises(ConnectionFailed, match="x"), deadline(node._connection, channel, 0.01, "x"):
+        assert waits.wait(20)
+    until(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()), 20)
+    assert said == []
 
 
 def test_commands_of_several_threads_at_once(node):

@@ -151,6 +151,12 @@ def test_through_a_jump_host(new_server, keys, timeouts):
     assert stat.S_IMODE((server.home / "x").stat().st_mode) == 0o600
 
 
+def test_a_jump_host_that_does_not_get_there_is_named_with_its_word(server, keys, timeouts, closed_port):
+    with pytest.raises(ConnectionFailed, match="node 0") as failed:
+        connect(server.target(via=server.jump(), port=closed_port), keys.file, timeouts)
+    assert failed.value.why.startswith("Its jump host opened no connection to it: ")
+
+
 def test_behind_a_jump_host_both_keys_are_pinned(new_server, keys, timeouts):
     jump, server, other = new_server("jump"), new_server("inner"), new_server("other")
     wrong = Jump("127.0.0.1", jump.port, jump.user, other.host_key)

@@ -67,6 +67,13 @@ def test_a_refusal_of_the_node_is_not_a_lost_connection(node, server):
     assert node.read("file") == b"x"
 
 
+def test_a_file_below_a_link_to_nowhere_is_not_written(node, server):
+    (server.home / "runs").symlink_to("nowhere")
+    with pytest.raises(RemoteError, match=r"node 0.*could not write runs/a/job\.json"):
+        node.write("runs/a/job.json", b"{}")
+    node.write("other", b"1")
+
+
 @pytest.mark.parametrize("path", ["", "-rf", "a\nb", "a\x00b", "\x1b[2J", "\udcff", "a\u2028b"])
 def test_paths_that_are_not_plain_are_refused(node, server, path):
     for call in (node.read, node.exists, lambda p: node.write(p, b""), lambda p: node.read_from(p, 0, 1)):
@@ -79,6 +86,21 @@ def test_names_with_spaces_quotes_and_letters_of_all_kinds(node):
     for name in ("two words", "'", '"', "$(id)", "数据", "a\\b", "*"):
         node.write(name, name.encode())
         assert node.read(name) == name.encode()
+
+
+def test_a_small_file_costs_few_requests(node, monkeypatch):
+    """Each node's status is read several times a second."""
+    node.write("status", b"1" * 1500)
+    client, asked = node._files._client, list[int]()
+    request = client._async_request
+
+    def counted(kind: object, number: int, *more: object) -> int:
+        asked.append(number)
+        return request(kind, number, *more)
+
+    monkeypatch.setattr(client, "_async_request", counted)
+    assert node.read("status") == b"1" * 1500
+    assert len(asked) <= 4, "opened, measured, read, closed"
 
 
 def test_a_growing_file_is_followed_byte_for_byte(node, server):
@@ -157,6 +179,10 @@ def test_fetch_copies_whole_files_or_nothing(node, server, tmp_path):
     node.fetch("model", dest)
     assert dest.read_bytes() == data
     assert [path.name for path in dest.parent.iterdir()] == ["model"]
+    longest = "é" * 127 + "x"  # 255 bytes
+    (server.home / longest).write_bytes(data)
+    node.fetch(longest, tmp_path / longest)
+    assert (tmp_path / longest).read_bytes() == data
     with pytest.raises(FileNotFoundError):
         node.fetch("model", tmp_path / "no" / "folder")
     assert node.read("model") == data  # the session is fit for use

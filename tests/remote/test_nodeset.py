@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import accumulate
 
 import pytest
 
@@ -91,6 +92,16 @@ def test_reach_leaves_closed_who_does_not_answer(server, keys, timeouts, closed_
         with pytest.raises(ConnectionFailed):
             second.reconnect()
         assert first.run(["echo", "up"], timeout=20).stdout == b"up\n"
+
+
+def test_a_jump_host_is_not_logged_in_to_by_more_at_once_than_sshd_takes(server, new_server, keys, timeouts):
+    jump = new_server("jump")
+    with NodeSet.reach([server.target(rank, via=jump.jump()) for rank in range(24)], keys.file, timeouts) as nodes:
+        assert not any(node.closed for node in nodes.nodes)
+    coming = {"connection": 1, f"auth {jump.user}": -1}
+    at_once = [*accumulate(coming.get(line, 0) for line in jump.seen)]
+    assert max(at_once) <= 10
+    assert at_once[-1] == 0
 
 
 def test_reach_refuses_another_key(server, new_server, keys, timeouts):

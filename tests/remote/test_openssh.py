@@ -10,8 +10,9 @@ import threading
 import pytest
 from fakes import strange_shell
 from mgpu_train.timeouts import Timeouts
+from paramiko.packet import Packetizer
 
-from mgpu.errors import ConnectionFailed, HostKeyMismatch
+from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.remote.node import connect
 
 
@@ -48,6 +49,9 @@ def test_files_and_sync(at_sshd, tmp_path):
     assert at_sshd.read_from(path, 2_999_990, 100) == b"y" * 10
     with pytest.raises(FileNotFoundError):
         at_sshd.read(str(tmp_path / "absent"))
+    with pytest.raises(RemoteError, match=r"node 0.*could not write") as refused:
+        at_sshd.write(str(dest), b"where a folder is")
+    assert "full disk" in refused.value.why, "that is all that is known"
 
 
 @pytest.mark.parametrize("login_shell", [" ".join(strange_shell.PROGRAM)], ids=["strange"])
@@ -64,6 +68,26 @@ def test_a_user_whose_login_shell_is_no_posix_shell(at_sshd, tmp_path):
 def test_another_host_key(sshd, new_server, keys, timeouts):
     with pytest.raises(HostKeyMismatch):
         connect(sshd.target(host_key=new_server().host_key), keys.file, timeouts)
+
+
+def test_more_sessions_than_the_server_allows(at_sshd):
+    held = [at_sshd._connection.open_session(20) for _ in range(10)]
+    with pytest.raises(ConnectionFailed, match="node 0") as failed:
+        at_sshd.run(["true"], timeout=20)
+    assert "MaxSessions" in failed.value.why
+    for channel in held:
+        channel.close()
+    with at_sshd._connection.open_session(20):
+        assert not at_sshd.closed
+
+
+def test_key_exchanges_are_begun_by_the_server_alone(sshd, open_node, monkeypatch):
+    """Those that paramiko begins end a connection on which channels come and go."""
+    begun = list[object]()
+    monkeypatch.setattr(Packetizer, "REKEY_BYTES", 100_000)
+    monkeypatch.setattr(Packetizer, "_trigger_rekey", lambda packetizer: begun.append(packetizer))
+    assert open_node(sshd).run(["cat"], stdin=bytes(1_000_000), timeout=30).stdout == bytes(1_000_000)
+    assert begun == []
 
 
 def test_a_stopped_session_is_noticed(sshd, open_node):

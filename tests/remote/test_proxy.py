@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,22 @@ def test_one_that_does_not_get_there_says_why_and_is_gone(argv, why, server, key
     assert children() == before
 
 
+def test_two_threads_may_close_it(monkeypatch):
+    """The one that reads does so at the end of the input, and whoever closes the connection."""
+    stream = ProxyStream(["sh", "-c", f"echo SSH-2.0-x; {ENDLESS}"], 10)
+    wait = stream._process.wait
+
+    def too_long(timeout: float | None = None) -> int:
+        monkeypatch.undo()
+        os.killpg(stream._process.pid, signal.SIGKILL)  # the other one is a moment faster
+        wait()
+        raise subprocess.TimeoutExpired("sh", timeout or 0)
+
+    monkeypatch.setattr(stream._process, "wait", too_long)
+    stream.close()
+    stream.close()
+
+
 def test_the_greeting_may_come_in_pieces_and_nothing_of_it_is_lost():
     stream = ProxyStream(["sh", "-c", "printf '\\nSession\\nSS'; sleep 0.1; printf 'H-2.0-x\\r\\nrest'; cat"], 10)
     try:
@@ -140,6 +157,30 @@ def test_the_greeting_may_come_in_pieces_and_nothing_of_it_is_lost():
         assert got == b"SSH-2.0-x\r\nrest"
     finally:
         stream.close()
+
+
+def test_a_login_node_is_come_to_by_no_more_at_once_than_sshd_takes(monkeypatch):
+    under_way, most = set[ProxyStream](), list[int]()
+    start, greeting = ProxyStream._start, ProxyStream._greeting
+
+    def started(stream: ProxyStream, argv: list[str]) -> None:
+        under_way.add(stream)
+        most.append(len(under_way))
+        start(stream, argv)
+
+    def greeted(stream: ProxyStream, deadline: float) -> bytes:
+        try:
+            return greeting(stream, deadline)
+        finally:
+            under_way.remove(stream)
+
+    monkeypatch.setattr(ProxyStream, "_start", started)
+    monkeypatch.setattr(ProxyStream, "_greeting", greeted)
+    with ThreadPoolExecutor(24) as pool:
+        for stream in pool.map(lambda _: ProxyStream(["sh", "-c", "echo SSH-2.0-x; exec cat"], 30), range(24)):
+            stream.close()
+    assert len(most) == 24
+    assert max(most) <= 10
 
 
 def test_a_module_makes_the_connection_in_this_process(server, keys, monkeypatch):

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -226,6 +227,24 @@ def test_all_files_that_cannot_be_sent_are_named_at_once(folder):
         scan(folder)
     assert "3 of its files" in refused.value.what
     assert "\\n" in refused.value.why
+
+
+def test_what_vanishes_while_the_folder_is_read_is_not_sent(folder, monkeypatch):
+    """As an editor's own files do, and folders of programs that run meanwhile."""
+    names = scan(folder).entries.keys()
+    (folder / ".train.py.swp").write_text("")
+    (folder / "a-link").symlink_to("train.py")
+    (folder / "tmp").mkdir()
+    (folder / "tmp" / "x").write_text("")
+
+    def seen(path: str) -> str:
+        if path in (".train.py.swp", "a-link"):
+            (folder / path).unlink()
+            shutil.rmtree(folder / "tmp", ignore_errors=True)
+        return path
+
+    monkeypatch.setattr("mgpu.remote.snapshot.check_path", seen)
+    assert scan(folder).entries.keys() == names
 
 
 def test_what_is_excluded(folder):

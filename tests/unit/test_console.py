@@ -47,6 +47,14 @@ def test_a_line_without_end_is_shown_in_pieces_with_bounded_memory():
     assert len(lines._rest) <= LONGEST_LINE
 
 
+def test_of_a_long_line_nothing_is_left_out():
+    line = "".join(f"{number}é " for number in range(3000)).strip()
+    shown = LogLines(0).feed(f"{line}\nnext\n".encode())
+    assert "".join(each.removeprefix("[0] ") for each in shown[:-1]) == line
+    assert shown[-1] == "[0] next"
+    assert max(map(len, shown)) <= LONGEST_LINE + len("[0] ")
+
+
 def test_of_a_redrawn_line_the_last_state_is_shown():
     assert LogLines(0).feed(b" 10%\r 50%\r100%\r\n") == ["[0] 100%"]
 

@@ -25,12 +25,14 @@ from mgpu.run.record.record import Record
 
 @dataclass(frozen=True)
 class SshRoute:
-    """To every node of a fleet, over SSH. `work` is the run's work folder on each, under the user's home."""
+    """To every node of a fleet, over SSH. `work` is the run's work folder on each, under the user's home; `through`:
+    something is before a node, a jump host or a proxy command."""
 
     config: Path
     alias: str  # node k is the host `<alias>-<k>` of the configuration
     ranks: tuple[int, ...]
     work: str | None = None
+    through: bool = False
 
     def one(self, node: int) -> int:
         """Raises InputError for a node_rank that the fleet does not have."""
@@ -81,4 +83,4 @@ def _route(fleet: StackOutput, alias: str, folder: Path, work: str | None) -> Ss
     for file, text in ((known_hosts_file, known_hosts), (path, config)):
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             files.replace(file, text.encode())  # whole: another command's ssh may read it now
-    return SshRoute(path, alias, tuple(node.rank for node in nodes), work)
+    return SshRoute(path, alias, tuple(node.rank for node in nodes), work, any(node.via for node in nodes))

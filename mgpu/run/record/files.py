@@ -177,11 +177,11 @@ def bring_grown(run_id: str) -> None:
             replace(root / _SENT, json.dumps(sent).encode())
 
 
-def follow(run_id: str) -> None:
-    """As `bring_grown`, for who looks often: not of a run that is supervised here, and every few seconds. Raises
-    StackError."""
-    last = _followed.get(run_id, -_FOLLOW_EVERY_S)
-    if location.current().folder is None and time.monotonic() - last >= _FOLLOW_EVERY_S:
+def follow(run_id: str, *, last: bool = False) -> None:
+    """As `bring_grown`, for who looks often: not of a run that is supervised here, and every few seconds, but for the
+    `last` look. Raises StackError."""
+    recent = time.monotonic() - _followed.get(run_id, -_FOLLOW_EVERY_S) < _FOLLOW_EVERY_S
+    if location.current().folder is None and (last or not recent):
         if not held(Folder(run_id).lock):
             bring_grown(run_id)
         _followed[run_id] = time.monotonic()

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.errors import Interrupted, MgpuError, StackError, TakenOver
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
-from mgpu.run.record import shared
+from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, out_of_touch, save, taken_over
 from mgpu.run.record.signals import Interrupts
@@ -182,6 +182,9 @@ class Session:
         """Moves the record on, on disk first. Raises `TakenOver`."""
         self.require_mine()
         before = self.record.state
+        if state.final:  # who sees from elsewhere that it is over is to see all of its logs
+            with suppress(OSError, StackError, KeyboardInterrupt), self.interrupts.leaving():
+                files.send(self.record.run_id)
         self.record.to(state)
         self.log("state", state=str(state))
         self.save()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import accumulate
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ import pytest
 from fakes import strange_shell
 from mgpu_train.agent.status.status import Phase
 from mgpu_train.store import open_store
+from waiting import until
 
 from mgpu.backend import location
 from mgpu.cli import cli
@@ -522,6 +524,34 @@ def test_exec_says_which_nodes_no_client_could_reach(mgpu, running, world, monke
     assert (done.code, done.out) == (5, "[0] fine\n")
     assert "[1] refused" in done.err
     assert "node 1: no connection" in done.err
+
+
+@pytest.mark.timeout(60)
+def test_exec_comes_to_a_jump_host_by_no_more_at_once_than_sshd_takes(mgpu, running, monkeypatch, tmp_path):
+    client, log, go = tmp_path / "ssh", tmp_path / "log", tmp_path / "go"
+    client.write_text(
+        f"#!/bin/sh\necho come >> {log}\nwhile [ ! -e {go} ]; do sleep 0.01; done\necho logged in >> {log}\n"
+        'for word; do case "$word" in\n-oLocalCommand=*) "$SHELL" -c "${word#-oLocalCommand=}" || echo no shell;;\n'
+        "esac; done\necho fine\n"
+    )
+    client.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(client))
+    monkeypatch.setenv("SHELL", "/bin/false")  # a service's user
+    first = running.fleet["nodes"][0]
+    jump = {name: first[name] for name in ("address", "port", "user", "host_key")}
+    running.fleet["nodes"] = [{**first, "rank": rank, "id": f"i-{rank}", "via": jump} for rank in range(24)]
+    record.save(running)
+
+    def open_the_door() -> None:
+        until(lambda: log.exists() and log.read_text().count("come") >= 8, 30)
+        go.touch()
+
+    door = threading.Thread(target=open_the_door)
+    door.start()
+    done = mgpu("exec", "--", "hostname")
+    door.join()
+    assert (done.code, sorted(done.out.splitlines())) == (0, sorted(f"[{rank}] fine" for rank in range(24)))
+    assert max(accumulate(1 if line == "come" else -1 for line in log.read_text().splitlines())) <= 10
 
 
 @pytest.fixture(params=["/bin/sh", " ".join(strange_shell.PROGRAM)], ids=["sh", "strange"])

@@ -111,6 +111,32 @@ def test_following_to_the_end_gives_one_json_and_the_exit_code(running):
     assert done.return_value == 6
 
 
+@pytest.mark.timeout(30)
+def test_following_shows_all_that_is_written_until_the_end(running, monkeypatch):
+    """However much came since the last look, and whichever machine it is of."""
+    first, second = Folder("run-1").log(0, "first"), Folder("run-1").root / "logs" / "node-0.0001.second.log"
+    first.write_text("long ago\n" * 10_000)
+    looks = iter(range(10))
+
+    def watched(run_id: str) -> bool:
+        if next(looks) == 2:
+            with first.open("a") as log:
+                log.writelines(f"a{number} {'x' * 990}\n" for number in range(3000))
+            second.write_text("".join(f"b{number}\n" for number in range(2000)))
+            ended = record.load(run_id)
+            ended.to(State.FAILED)
+            record.save(ended)
+        return True
+
+    monkeypatch.setattr("mgpu.cli.attach.supervised", watched)
+    monkeypatch.setattr("mgpu.cli.attach.FOLLOW_EVERY_S", 0)
+    with record.supervising("run-1"):
+        lines = mgpu("attach").stderr.splitlines()
+    assert lines.count("[0] long ago") < 1000, "of what was there before, the end"
+    shown = [line.split()[1] for line in lines if line.startswith(("[0] a", "[0] b"))]
+    assert shown == [f"a{number}" for number in range(3000)] + [f"b{number}" for number in range(2000)]
+
+
 def test_attach_to_a_run_that_failed_has_its_exit_code(world):
     world.record("run-1", state=State.FAILED, exit_code=6)
     assert mgpu("attach").return_value == 6

@@ -31,6 +31,13 @@ def sent(folder, **options):
 
 
 ALL = {"train.py", "data/a", "data/b", "sub/x.log", "sub/deep/y.log"}
+NEVER = {
+    ".git/config": "",
+    ".venv/lib/a.py": "",
+    ".mgpu/env": "",
+    "sub/__pycache__/x.pyc": "",
+    "mgpu-runs/r/step-1": "",
+}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,10 @@ ALL = {"train.py", "data/a", "data/b", "sub/x.log", "sub/deep/y.log"}
         ({".gitignore": "!data/b", ".mgpuignore": "data/b"}, {"data/b"}),
         ({".gitignore": "\ufeffdata/"}, {"data/a", "data/b"}),
         ({".gitignore": "!\n///\ndata/b"}, {"data/b"}),
+        ({".gitignore": "*\n!*/\n!*.py\n!a"}, {"data/b", "sub/x.log", "sub/deep/y.log"}),
+        ({".mgpuignore": "*\n!*/\n!*.py"}, ALL - {"train.py"}),
+        ({".gitignore": "/*\n!/sub/\n/sub/*\n!/sub/deep/"}, ALL - {"sub/deep/y.log"}),
+        ({".gitignore": "!*/\n*"}, ALL),
     ],
 )
 def test_whose_word_is_the_last(folder, files, gone):
@@ -70,6 +81,20 @@ def test_it_is_as_git_itself_says(folder):
     assert set(scan(folder).entries) == set(said.split("\0")) - {""}
 
 
+@pytest.mark.parametrize("name", [".gitignore", ".mgpuignore"])
+@pytest.mark.parametrize("rules", ["*\n!*/\n!*", "!*", "!.*", "!.git", "!**/"])
+def test_what_nobody_sends_is_no_folder_of_the_owners(folder, name, rules):
+    write(folder, **NEVER, **{name: rules})
+    assert sent(folder) == ALL
+
+
+def test_only_its_own_file_takes_back_what_nobody_sends_by_its_name(folder):
+    write(folder, **NEVER, **{".gitignore": "!mgpu-runs/\n!__pycache__/\n!*.pyc\n"})
+    assert sent(folder) == ALL
+    write(folder, **{".mgpuignore": "!mgpu-runs/\n!__pycache__/\n"})
+    assert sent(folder) == ALL | {"mgpu-runs/r/step-1", "sub/__pycache__/x.pyc"}
+
+
 def test_the_rules_of_the_repository_around_it_count(tmp_path, folder):
     write(tmp_path, **{".gitignore": "/mine/data/\n*.log\n", ".git/info/exclude": "train.py\n"})
     assert sent(folder) == set()
@@ -88,6 +113,12 @@ def test_without_a_repository_folders_above_are_not_asked(tmp_path, folder):
     assert sent(folder) == ALL
 
 
+def test_a_repository_that_names_what_it_wants_has_folders(tmp_path, folder):
+    (tmp_path / ".git").mkdir()
+    write(tmp_path, **{".gitignore": "*\n!*/\n!*.py\n"})
+    assert sent(folder) == {"train.py"}
+
+
 def test_a_folder_that_is_left_out_as_a_whole_was_chosen_all_the_same(tmp_path, folder):
     (tmp_path / ".git").mkdir()
     write(tmp_path, **{".gitignore": "mine/\n*.log\n"})
@@ -97,6 +128,8 @@ def test_a_folder_that_is_left_out_as_a_whole_was_chosen_all_the_same(tmp_path, 
 def test_what_nobody_sends_is_not_told_and_a_folder_is_told_by_its_name(folder):
     write(folder, **{".gitignore": "data/\n*.log\n", "__pycache__/x.pyc": "", ".venv/bin/python": ""})
     assert scan(folder).left_out == ["data/", "sub/deep/y.log", "sub/x.log"]
+    write(folder, **{".gitignore": ".venv/\n"})
+    assert scan(folder).left_out == [".venv/"], "its owner does not send it, either: a program in there is named"
 
 
 @pytest.mark.parametrize("name", [".gitignore", ".mgpuignore"])

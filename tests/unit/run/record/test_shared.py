@@ -13,17 +13,22 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from click.testing import CliRunner
 from fakes.gateway import Team
 from mgpu_train.store import Ambiguous, Store, Unavailable, open_store
 from mgpu_train.store.file import FileStore
+from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location
 from mgpu.backend.location import Backend
+from mgpu.cli import cli
 from mgpu.errors import InputError, StackError, TakenOver
+from mgpu.events import ignore
 from mgpu.run.record import record as records
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.record import Record, State, supervising
+from mgpu.run.record.session import Session
 from mgpu.run.record.supervisor_lock import hold, unheld
 
 RUN = "first-1"
@@ -122,6 +127,18 @@ def test_a_write_whose_answer_is_lost_is_made_whether_it_came_or_not(team: Team,
         records.save(mine)
     with team.on("b"):
         assert records.load(RUN).step == 6
+
+
+def test_who_sees_from_elsewhere_that_a_run_is_over_sees_the_end_of_its_logs(team: Team, monkeypatch):
+    with team.on("a"), supervised() as mine:
+        (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("its last words\n")
+        Session(mine, ignore, Timeouts()).to(State.FAILED)
+        with team.on("b"):
+            monkeypatch.setitem(shared.files._followed, RUN, time.monotonic())  # it has looked a moment ago
+            done = CliRunner().invoke(cli, ["logs", "-f", RUN], standalone_mode=False)
+        with team.on("a"):
+            pass
+    assert done.stdout == "[0] its last words\n"
 
 
 def save_unseen(mine: Record, monkeypatch) -> None:
