@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from pathlib import Path
@@ -47,9 +46,9 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         doubts += _doubts(spec, run_file)
     except InputError as error:
         problem = problem or error
-    costs = agreement.other_costs(spec, decided)
+    costs, budget = agreement.other_costs(spec, decided), agreement.Budget(spec.max_usd)
     try:
-        agreement.require_paid(decided, spec.max_usd, costs)
+        agreement.require_paid(decided, budget, costs)
     except InputError as error:
         problem = problem or error
     if as_json:
@@ -58,13 +57,13 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         prices = {
             "costs": [each.model_dump() for each in costs],
             "price_usd_per_hour": decided.price_usd_per_hour,
-            "max_cost_usd": min(decided.max_cost_usd, spec.max_usd or math.inf),
+            "max_cost_usd": min(decided.max_cost_usd, budget.left),
             "hours": decided.hours,
         }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
     else:
         _show(console, spec, decided)
-        agreement.show_plan(console, decided, costs, spec.max_usd)
+        agreement.show_plan(console, decided, costs, budget)
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same
@@ -133,7 +132,6 @@ def _row(word: str, offer: Offer, nodes: int, reason: str = "") -> tuple[str, ..
         f"{offer.gpus} x {offer.gpu}" if offer.gpu else "none",
         offer.market,
         offer.zone or offer.region,
-        f"${offer.price_usd_per_hour:.2f}",
-        f"${offer.price_usd_per_hour * nodes:.2f}",
+        *(f"{agreement.mark(offer)}${offer.price_usd_per_hour * count:.2f}" for count in (1, nodes)),
         reason,
     )

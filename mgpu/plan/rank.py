@@ -65,7 +65,8 @@ def saves(spec: RunSpec) -> Saves | None:
     if wanted == "none" or not (wanted.to or "").startswith("s3://"):
         return None
     spaced = math.floor(spec.max_hours / wanted.keep_every_hours) if wanted.keep_every_hours else 0
-    made = math.floor(spec.max_hours * 60 / wanted.every_minutes) if wanted.every_minutes else None
+    minutes = None if wanted.every_steps else wanted.every_minutes  # how long a step takes nobody knows
+    made = math.ceil(spec.max_hours * 60 / minutes) if minutes else None  # the last one is made at the end
     return Saves(to=wanted.to or "", kept=wanted.keep_last + (wanted.keep_best or 0) + spaced, made=made)
 
 
@@ -198,7 +199,8 @@ def _price_cure(needed: Requirements, near: list[Offer]) -> str:
 
 def _stock_cure(needed: Requirements, near: list[Offer]) -> str:
     most = max(offer.stock or 0 for offer in near)
-    return f"Ask for at most {most} `nodes`, allow more `regions` or `gpu` types, or try again later."
+    fewer = f"Ask for at most {most} `nodes`, allow" if most else "Allow"
+    return f"{fewer} more `regions` or `gpu` types, or try again later."
 
 
 def _vcpus(needed: Requirements, offer: Offer) -> int:
