@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli.common import agreement, parameters, wiring
+from mgpu.cli.common import agreement, parameters
 from mgpu.console import Console
-from mgpu.errors import ImageError, InputError, ProviderError
+from mgpu.errors import ImageError, InputError, MgpuError, ProviderError
 
 if TYPE_CHECKING:
     from mgpu.plan.model import Offer, Plan
@@ -35,22 +35,22 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     console = Console(as_json=as_json)
     spec = load(run_file, changes=changes)
     decided = agreement.make_plan(spec)
-    image, problem = None, None
+    image, problems = None, list[MgpuError]()
     try:
         machines = agreement.machines_of(spec, decided)
         image, decided = agreement.look_at_image(console, spec, run_file, decided, machines)
     except (ImageError, InputError, ProviderError) as error:
-        problem = error
+        problems.append(error)
     doubts = environment.unset(spec, os.environ)
     try:
         doubts += _doubts(spec, run_file)
     except InputError as error:
-        problem = problem or error
+        problems.append(error)
     costs, budget = agreement.other_costs(spec, decided), agreement.Budget(spec.max_usd)
     try:
         agreement.require_paid(decided, budget, costs)
     except InputError as error:
-        problem = problem or error
+        problems.append(error)
     if as_json:
         from mgpu.cli.results import Planned
 
@@ -66,8 +66,10 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         agreement.show_plan(console, decided, costs, budget)
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
-    if problem:  # the price is known all the same
-        return wiring.exit_with(console, problem)
+    for each in problems:  # the price is known all the same
+        console.error(each)
+    if problems:
+        return problems[0].exit_code
     if image is not None:
         console.say(str(image))
     changed = (word for each in changes for word in (each.option, each.given))
@@ -132,6 +134,6 @@ def _row(word: str, offer: Offer, nodes: int, reason: str = "") -> tuple[str, ..
         f"{offer.gpus} x {offer.gpu}" if offer.gpu else "none",
         offer.market,
         offer.zone or offer.region,
-        *(f"{agreement.mark(offer)}${offer.price_usd_per_hour * count:.2f}" for count in (1, nodes)),
+        *(agreement.mark(offer) + agreement.cents(offer.price_usd_per_hour * count) for count in (1, nodes)),
         reason,
     )

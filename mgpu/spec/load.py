@@ -253,7 +253,7 @@ def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
 
 def _validate(data: dict[str, Any]) -> RunSpec:
     line = data.get("command")
-    if isinstance(line, str) and line.strip() and is_shell(data.get("launcher")):
+    if isinstance(line, str) and is_shell(data.get("launcher")):
         data = {**data, "command": ["-c", line]}
     # JSON mode is strict about types (`yes` is no 1, "2" is no 2) and still takes lists for tuples
     return RunSpec.model_validate_json(json.dumps(data), strict=True)

@@ -60,6 +60,11 @@ def mark(offer: Offer) -> str:
     return "< " if offer.price_is_limit else ""
 
 
+def cents(amount: float) -> str:
+    """Dollars as they are paid; what is less than a cent is not shown as nothing."""
+    return usd(amount) if amount < 0.01 else f"${amount:.2f}"
+
+
 def old_prices(offers: Iterable[Offer]) -> str:
     """How old the oldest of these prices is, and what renews it; empty where all are younger than a day."""
     oldest = min(offers, key=lambda offer: offer.fetched_at, default=None)
@@ -94,7 +99,7 @@ class Budget(NamedTuple):
         return math.inf if self.max_usd is None else max(0.0, self.max_usd - self.spent)
 
     def __str__(self) -> str:
-        return f"${self.left:.2f} ({'what is left of max_usd' if self.spent else 'max_usd'})"
+        return f"{cents(self.left)} ({'what is left of max_usd' if self.spent else 'max_usd'})"
 
 
 NO_LIMIT = Budget()
@@ -105,7 +110,7 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), budget: 
     from mgpu.plan import room
 
     need, best, costs = plan.requirements, plan.best, tuple(costs)
-    price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
+    price, dearest = map(cents, (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
     instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
     console.say(
         f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.place}: "
@@ -131,7 +136,7 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), budget: 
 
 def _at_most(plan: Plan, budget: Budget, beside: float) -> str:
     if budget.left >= plan.max_cost_usd + beside * plan.hours:
-        return f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
+        return f"at most {cents(plan.max_cost_usd)} until the hard cap of {plan.hours:.4g} h"
     usd_per_hour = plan.best.billed_at_most * plan.requirements.nodes + beside
     # the first offer may cost nothing by the hour, where another one does
     lasts = f", which pays for {duration(budget.left / usd_per_hour * 3600)} of them" if usd_per_hour else ""
@@ -143,10 +148,10 @@ def require_paid(plan: Plan, budget: Budget, costs: Iterable[Cost] = ()) -> None
     usd_per_hour = plan.billed_at_most + _hourly(costs)
     paid_s = budget.left / usd_per_hour * 3600 if usd_per_hour else _LEAST_S
     if paid_s < _LEAST_S:
-        left = f"${budget.left:.2f}{', which is left of it,' if budget.spent else ''}"
+        left = f"{cents(budget.left)}{', which is left of it,' if budget.spent else ''}"
         what = f"max_usd: {left} pays for {duration(paid_s)} of these machines"
         most = "" if plan.billed_at_most == plan.price_usd_per_hour else " at most"
-        why = f"They cost{most} ${usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
+        why = f"They cost{most} {cents(usd_per_hour)} per hour, and take minutes to come, to save and to go."
         cure = ", lower `max_price_usd_per_hour`, which is what spot machines cost at most," if most else ","
         raise InputError(what, why, f"Raise it{cure} or ask for cheaper machines. Nothing was rented.")
 

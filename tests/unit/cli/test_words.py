@@ -186,6 +186,7 @@ def test_the_json_has_the_interruptions_and_no_token():
     [
         ([0.195, 0.75], "$0.39 per hour for all nodes, up to $1.50 if another offer has to be taken; at most $0.75"),
         ([0.195], "$0.39 per hour for all nodes; at most $0.20"),
+        ([0.001], "$0.002 per hour for all nodes; at most $0.001 until"),
         ([0.195, 0.195], "$0.39 per hour for all nodes; at most $0.20"),
     ],
 )

@@ -338,6 +338,7 @@ def test_with_a_shell_a_command_may_be_a_script_or_one_line():
         ("[sh, -c, 'ls && pwd']", 'starts the shell itself: write `command: "ls && pwd"`'),
         ("[torchrun, train.py, --lr, '1']", 'write `command: "torchrun train.py --lr 1"`'),
         ("[-c, ls, pwd]", "one line is needed"),
+        ('" "', "is empty: name a script, or write one line of a shell"),
     ],
 )
 def test_what_is_no_script_for_a_shell_is_told_how_to_be_one(command, says):
