@@ -8,6 +8,7 @@ nothing is left the error says which key of the run file would change that.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from mgpu_train.config import FP8_CAPABILITY
 from mgpu.errors import NoOffer
 from mgpu.plan import room
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
-from mgpu.spec.block import MachineKeys
+from mgpu.spec.block import WORD, MachineKeys
 from mgpu.spec.gpus import capability_of
 from mgpu.spec.model import RunSpec
 
@@ -197,6 +198,12 @@ def _price_cure(needed: Requirements, near: list[Offer]) -> str:
     return f"Raise `max_price_usd_per_hour` to {least:.2f}, or ask for fewer `nodes`."
 
 
+def _region_cure(needed: Requirements, near: list[Offer]) -> str:
+    if can_be_named := [offer.region for offer in near if re.fullmatch(WORD, offer.region)]:
+        return f"On offer in these `regions`: {_names(can_be_named)}."
+    return f"Leave `regions` out: there are none of provider {needed.provider}."  # a cluster's user@host
+
+
 def _stock_cure(needed: Requirements, near: list[Offer]) -> str:
     most = max(offer.stock or 0 for offer in near)
     fewer = f"Ask for at most {most} `nodes`, allow" if most else "Allow"
@@ -270,7 +277,7 @@ _CHECKS = (
     _Check(
         lambda needed, offer: bool(needed.regions) and offer.region not in needed.regions,
         lambda needed, offer: f"region is {offer.region}",
-        lambda needed, near: f"On offer in these `regions`: {_names(offer.region for offer in near)}.",
+        _region_cure,
     ),
     _Check(
         lambda needed, offer: needed.market != "spot-then-on-demand" and offer.market != needed.market,

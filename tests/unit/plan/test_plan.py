@@ -250,6 +250,7 @@ def test_gpu_names_are_compared_without_case():
         (wanted(gpus_per_node=0, gpu=()), {"gpus": 1}, "has 1 GPU a machine, not 0", "`gpus_per_node`: 1"),
         (WANTED, {"gpu": "T4"}, "GPU is T4, not A100-80GB or A100-40GB", "`gpu`: T4"),
         (wanted(regions=("r2", "r3")), {}, "region is r1", "`regions`: r1"),
+        (wanted(regions=("r2",)), {"region": "me@login"}, "region is me@login", "Leave `regions` out"),
         (wanted(market="spot"), {"market": "on-demand"}, "market is on-demand", "`market` to on-demand"),
         (wanted(market="on-demand"), {}, "market is spot", "`market` to spot or spot-then-on-demand"),
         (WANTED, {"stock": 1}, "only 1 to be had, 2 needed", "Ask for at most 1 `nodes`, allow more"),
