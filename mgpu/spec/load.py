@@ -227,8 +227,8 @@ def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
         if not document.problems:
             document.problem((), "a run file is a block of keys, `name: ...` and so on")
         return None, set()
-    told, set_aside, stand_ins = set(document.bad), set(document.bad), dict[str, Any]()
-    dropped = set[Where]()
+    set_aside, dropped, stand_ins = set(document.bad), set[Where](), dict[str, Any]()
+    told = {above for at in document.bad for above in _and_above(at)}  # and all that may follow from it
     for _ in range(_ROUNDS):  # what keys of a block say together is looked at once each of them is right
         try:
             return _validate({**stand_ins, **document.data}), set_aside
@@ -238,17 +238,21 @@ def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
         for each in errors:
             at = where(each)
             unknown = each["type"] == "extra_forbidden"
-            if unknown or not any(below[: len(at)] == at for below in told):  # else it may follow from what is told
+            if unknown or at not in told:
                 document.problem(at, *word(each, document))
             aside = _droppable(at)
             if aside in earlier:  # and its block cannot be without it
                 aside = aside[:-1]
             if not unknown:
-                told.add(at)
+                told |= {*_and_above(at)}
                 set_aside.add(aside)
             dropped.add(aside)
             _drop(document.data, aside)
     return None, set_aside
+
+
+def _and_above(at: Where) -> Iterator[Where]:
+    return (at[:length] for length in range(len(at) + 1))
 
 
 def _validate(data: dict[str, Any]) -> RunSpec:
