@@ -157,10 +157,11 @@ def require_paid(plan: Plan, budget: Budget, costs: Iterable[Cost] = ()) -> None
 
 
 def require_begun(plan: Plan, wait_minutes: float) -> None:
-    """Raises NoCapacity: the reservation begins later than a launch waits for."""
+    """Raises NoCapacity: the reservation begins later than a launch waits for, and there is nothing else to take."""
     reserved = plan.best.reservation
     left_s = reserved.begins_at - time.time() if reserved else 0
-    if reserved and left_s > wait_minutes * 60:
+    alone = all(offer.reservation for offer in plan.offers)
+    if reserved and alone and left_s > wait_minutes * 60:
         what = f"{reserved.id} begins {utc(reserved.begins_at)}, in {duration(left_s)}"
         why = f"A launch waits {wait_minutes:g} min (`recovery.wait_minutes`). Nothing was rented."
         raise NoCapacity(what, why, "Launch then, or let it wait longer.")
