@@ -15,6 +15,7 @@ from mgpu.spec.model import UNIONS, RunSpec
 from mgpu.spec.text.document import Document, Where, dotted
 from mgpu.spec.values import choice, refusal, shown
 
+_LOOKED_UP = 500  # problems whose names are compared: far fewer are shown, and a file of thousands is no run file
 NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
 
 
@@ -57,7 +58,7 @@ def word(
     plain = document.marks[at].plain if at in document.marks else None
     match error["type"]:
         case "extra_forbidden":
-            return "unknown key", nearest_key(at, options)
+            return "unknown key", nearest_key(at, options) if len(document.problems) < _LOOKED_UP else None
         case "missing":
             return f"is missing: {_description(at, options)}", None
         case "literal_error":

@@ -19,6 +19,7 @@ from mgpu.errors import InputError, SpecError
 from mgpu.spec.expect import Expectation
 from mgpu.spec.load import load, loads
 from mgpu.spec.model import Checkpoint
+from mgpu.spec.text import wording
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -671,6 +672,14 @@ def test_very_many_mistakes_are_counted():
     found = problems(DEMO + "".join(f"x{i}: 1\n" for i in range(1000)))
     assert len(found) == 51
     assert found[-1].message == "and 950 more problems from here on"
+
+
+def test_names_are_compared_for_what_may_be_shown_alone(monkeypatch):
+    """A flat file of 20,000 keys is refused at once."""
+    compared = list[object]()
+    monkeypatch.setattr(wording, "nearest_key", lambda at, _options: compared.append(at))
+    problems(DEMO + "".join(f"x{i}: 1\n" for i in range(2000)))
+    assert 50 <= len(compared) <= 500
 
 
 # --- YAML's own dangers
