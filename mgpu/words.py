@@ -81,5 +81,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def usd(amount: float) -> str:
-    """Dollars: cents, and a tenth of them where it is little."""
-    return f"${amount:.2f}" if amount >= 0.1 or not amount else f"${amount:.3f}"
+    """Dollars: cents, and less than them where it is little; never nothing for what costs something."""
+    if amount >= 0.1 or not amount:
+        return f"${amount:.2f}"
+    return f"${amount:.3f}" if amount >= 0.001 else f"${max(amount, 0.0001):.4f}"

@@ -205,7 +205,7 @@ def _show(console: Console, found: list[Offer]) -> None:
             f"and {len(rows) - _SHOWN} more: filter with --gpu, --gpus, --region, --market, or --json for all"
         )
     if any(offer.price_is_limit for offer in found):
-        console.say("<: the spot price is not known, but that it is not above this")
+        console.say(agreement.LIMIT)
     old = agreement.old_prices(found)
     if old:
         console.say(old, "yellow")
@@ -232,7 +232,7 @@ def _rows(found: Iterable[Offer]) -> Iterator[tuple[tuple[Any, ...], tuple[Any, 
 def _price(offer: Offer | None) -> str:
     if offer is None:
         return ""
-    return ("< " if offer.price_is_limit else "") + f"{offer.price_usd_per_hour:.3f}"
+    return f"{agreement.mark(offer)}{offer.price_usd_per_hour:.3f}"
 
 
 def _age(at: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli.common import agreement, parameters, wiring
+from mgpu.cli.common import agreement, parameters
 from mgpu.console import Console
-from mgpu.errors import ImageError, InputError, ProviderError
+from mgpu.errors import ImageError, InputError, MgpuError, ProviderError
 
 if TYPE_CHECKING:
     from mgpu.plan.model import Offer, Plan
@@ -36,39 +35,41 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     console = Console(as_json=as_json)
     spec = load(run_file, changes=changes)
     decided = agreement.make_plan(spec)
-    image, problem = None, None
+    image, problems = None, list[MgpuError]()
     try:
         machines = agreement.machines_of(spec, decided)
         image, decided = agreement.look_at_image(console, spec, run_file, decided, machines)
     except (ImageError, InputError, ProviderError) as error:
-        problem = error
+        problems.append(error)
     doubts = environment.unset(spec, os.environ)
     try:
         doubts += _doubts(spec, run_file)
     except InputError as error:
-        problem = problem or error
-    costs = agreement.other_costs(spec, decided)
+        problems.append(error)
+    costs, budget = agreement.other_costs(spec, decided), agreement.Budget(spec.max_usd)
     try:
-        agreement.require_paid(decided, spec.max_usd, costs)
+        agreement.require_paid(decided, budget, costs)
     except InputError as error:
-        problem = problem or error
+        problems.append(error)
     if as_json:
         from mgpu.cli.results import Planned
 
         prices = {
             "costs": [each.model_dump() for each in costs],
             "price_usd_per_hour": decided.price_usd_per_hour,
-            "max_cost_usd": min(decided.max_cost_usd, spec.max_usd or math.inf),
+            "max_cost_usd": min(decided.max_cost_usd, budget.left),
             "hours": decided.hours,
         }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
     else:
         _show(console, spec, decided)
-        agreement.show_plan(console, decided, costs, spec.max_usd)
+        agreement.show_plan(console, decided, costs, budget)
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
-    if problem:  # the price is known all the same
-        return wiring.exit_with(console, problem)
+    for each in problems:  # the price is known all the same
+        console.error(each)
+    if problems:
+        return problems[0].exit_code
     if image is not None:
         console.say(str(image))
     changed = (word for each in changes for word in (each.option, each.given))
@@ -133,7 +134,6 @@ def _row(word: str, offer: Offer, nodes: int, reason: str = "") -> tuple[str, ..
         f"{offer.gpus} x {offer.gpu}" if offer.gpu else "none",
         offer.market,
         offer.zone or offer.region,
-        f"${offer.price_usd_per_hour:.2f}",
-        f"${offer.price_usd_per_hour * nodes:.2f}",
+        *(agreement.mark(offer) + agreement.cents(offer.price_usd_per_hour * count) for count in (1, nodes)),
         reason,
     )

@@ -96,6 +96,6 @@ def _agreed(console: Console, run_file: Path, specs: list[RunSpec], yes: bool) -
 
 def _rents(spec: RunSpec) -> object:
     """Equal for run files that ask for the same, whatever they train."""
-    from mgpu.plan import rank
+    from mgpu.plan import rank, room
 
-    return rank.requirements(spec), spec.model_copy(update={"train": None, "command": None, "env": {}})
+    return rank.requirements(spec), room.of(spec), spec.model_copy(update={"train": None, "command": None, "env": {}})

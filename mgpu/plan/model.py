@@ -182,12 +182,8 @@ class Plan(Value):
 
     @property
     def hours(self) -> float:
-        """Until the hard cap: `max_hours`, or less where the machines of a reservation end before."""
-        reserved = self.best.reservation
-        if reserved is None or reserved.machines_end_at is None:
-            return self.requirements.max_hours
-        left_s = reserved.machines_end_at - max(reserved.begins_at, self.best.fetched_at)
-        return min(self.requirements.max_hours, max(0.0, left_s) / 3600)
+        """Until the hard cap, whichever offer is taken."""
+        return max(map(self._hours_of, self.offers))
 
     @property
     def billed_at_most(self) -> float:
@@ -196,5 +192,13 @@ class Plan(Value):
 
     @property
     def max_cost_usd(self) -> float:
-        """The most that the machines can cost: the highest price until the hard cap."""
-        return self.billed_at_most * self.hours
+        """The most that the machines can cost, whichever offer is taken: its highest price until its hard cap."""
+        return max(each.billed_at_most * self._hours_of(each) for each in self.offers) * self.requirements.nodes
+
+    def _hours_of(self, offer: Offer) -> float:
+        """`max_hours`, or less where the machines of its reservation end before."""
+        reserved = offer.reservation
+        if reserved is None or reserved.machines_end_at is None:
+            return self.requirements.max_hours
+        left_s = reserved.machines_end_at - max(reserved.begins_at, offer.fetched_at)
+        return min(self.requirements.max_hours, max(0.0, left_s) / 3600)

@@ -8,6 +8,7 @@ nothing is left the error says which key of the run file would change that.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from mgpu_train.config import FP8_CAPABILITY
 from mgpu.errors import NoOffer
 from mgpu.plan import room
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
-from mgpu.spec.block import MachineKeys
+from mgpu.spec.block import WORD, MachineKeys
 from mgpu.spec.gpus import capability_of
 from mgpu.spec.model import RunSpec
 
@@ -65,7 +66,8 @@ def saves(spec: RunSpec) -> Saves | None:
     if wanted == "none" or not (wanted.to or "").startswith("s3://"):
         return None
     spaced = math.floor(spec.max_hours / wanted.keep_every_hours) if wanted.keep_every_hours else 0
-    made = math.floor(spec.max_hours * 60 / wanted.every_minutes) if wanted.every_minutes else None
+    minutes = None if wanted.every_steps else wanted.every_minutes  # how long a step takes nobody knows
+    made = math.ceil(spec.max_hours * 60 / minutes) if minutes else None  # the last one is made at the end
     return Saves(to=wanted.to or "", kept=wanted.keep_last + (wanted.keep_best or 0) + spaced, made=made)
 
 
@@ -196,9 +198,16 @@ def _price_cure(needed: Requirements, near: list[Offer]) -> str:
     return f"Raise `max_price_usd_per_hour` to {least:.2f}, or ask for fewer `nodes`."
 
 
+def _region_cure(needed: Requirements, near: list[Offer]) -> str:
+    if can_be_named := [offer.region for offer in near if re.fullmatch(WORD, offer.region)]:
+        return f"On offer in these `regions`: {_names(can_be_named)}."
+    return f"Leave `regions` out: there are none of provider {needed.provider}."  # a cluster's user@host
+
+
 def _stock_cure(needed: Requirements, near: list[Offer]) -> str:
     most = max(offer.stock or 0 for offer in near)
-    return f"Ask for at most {most} `nodes`, allow more `regions` or `gpu` types, or try again later."
+    fewer = f"Ask for at most {most} `nodes`, allow" if most else "Allow"
+    return f"{fewer} more `regions` or `gpu` types, or try again later."
 
 
 def _vcpus(needed: Requirements, offer: Offer) -> int:
@@ -268,7 +277,7 @@ _CHECKS = (
     _Check(
         lambda needed, offer: bool(needed.regions) and offer.region not in needed.regions,
         lambda needed, offer: f"region is {offer.region}",
-        lambda needed, near: f"On offer in these `regions`: {_names(offer.region for offer in near)}.",
+        _region_cure,
     ),
     _Check(
         lambda needed, offer: needed.market != "spot-then-on-demand" and offer.market != needed.market,
@@ -301,7 +310,7 @@ def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]], notes
     what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}{where}, {needed.market}"
     if not refused:
         why = "\n".join(("It has nothing of this kind on sale.", *notes[:_SHOWN]))
-        return NoOffer(what, why, "Change `gpu`, `regions` or `provider`.")
+        return NoOffer(what, why, "Change `gpus_per_node`, `gpu`, `regions` or `provider`.")
     lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]
     if len(refused) > _SHOWN:
         lines.append(f"and {len(refused) - _SHOWN} more")

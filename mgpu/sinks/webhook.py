@@ -10,11 +10,13 @@ import hashlib
 import hmac
 import json
 import os
+import re
 from dataclasses import asdict
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from mgpu_train.config import EnvName, Text
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from mgpu.sinks import telling
 from mgpu.sinks.base import Heard
@@ -24,10 +26,18 @@ from mgpu.spec.sink import SinkEntry
 VERSION = 1
 
 
+def _address_or_name(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]\S*|[A-Za-z_]\w*", text, re.ASCII):
+        raise ValueError("must be http(s)://..., or the name of the environment variable that holds it")
+    return text
+
+
 class WebhookOptions(telling.Options):
     """`sinks.webhook:` each message as JSON to an address."""
 
-    url: EnvName | Text = Field(description="http(s)://..., or the name of the environment variable that holds it")
+    url: Annotated[EnvName | Text, AfterValidator(_address_or_name)] = Field(
+        description="http(s)://..., or the name of the environment variable that holds it"
+    )
     secret: EnvName | None = Field(
         None, description="name of the environment variable whose value signs each request (default: not signed)"
     )

@@ -22,10 +22,11 @@ def as_list(value: Any) -> Any:
 
 
 Market = Literal["spot", "on-demand", "spot-then-on-demand"]
+WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Word = Annotated[
     str,
     form(
-        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        WORD,
         "letters, digits, `.`, `_` and `-`, at most 128, beginning with a letter or digit",
     ),
 ]

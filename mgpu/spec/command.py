@@ -68,6 +68,8 @@ def wrong(words: Sequence[str], launcher: str, *, shell: bool) -> str | None:
 
 def _for_a_shell_wrong(words: Sequence[str], launcher: str) -> str | None:
     if words[0] == "-c":
+        if len(words) == 2 and not words[1].strip():
+            return "is empty: name a script, or write one line of a shell"
         return None if len(words) == 2 else "after `-c` one line is needed, as one item"
     if is_shell(words):
         return f"{launcher} starts the shell itself: write `{_for_shell(words)}`"

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import product
 from math import prod
@@ -23,14 +25,14 @@ import yaml
 from mgpu_train.tasks import entry as tasks
 from pydantic import ValidationError
 
-from mgpu.errors import InputError
+from mgpu.errors import InputError, Problem, SpecError
 from mgpu.spec import command
 from mgpu.spec.block import ProviderOptions
 from mgpu.spec.model import RunSpec, is_shell
 from mgpu.spec.provider import entry
 from mgpu.spec.rules import Mistake, mistakes
 from mgpu.spec.text.change import Change
-from mgpu.spec.text.document import MAX_BYTES, Document, Where, read
+from mgpu.spec.text.document import MAX_BYTES, MAX_DEPTH, STRING, Document, Where, is_text, read
 from mgpu.spec.text.wording import where, word
 from mgpu.words import count
 
@@ -38,7 +40,17 @@ from mgpu.words import count
 _STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1}
 _PROGRAMS = (".py", ".pyc", ".pyz", ".zip")  # whatever they hold, Python says it best
 _MAX_RUNS = 256  # of a sweep
+_ROUNDS = MAX_DEPTH + 1  # one for each block around a key, and the last, in which all is well
 _PROGRAM_BYTES = 1 << 20  # that are looked at
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts texts in quotes that `read` would refuse, or take for something else: PyYAML does not know all of them."""
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(STRING, text, style=None if is_text(text) else '"')
+)
 
 
 def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
@@ -54,7 +66,7 @@ def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     """
     runs = sweep(path, changes)
     if len(runs) > 1:
-        keys = " ".join(f"--set {key}={value}" for key, value in runs[0][0].items())
+        keys = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in runs[0][0].items())
         what, why = f"{path} is a sweep of {len(runs)} runs", "Its `matrix` makes one of each combination."
         raise InputError(what, why, f"`mgpu submit` queues them all; one of them is `{keys}`.")
     return runs[0][1]
@@ -77,12 +89,19 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
     axes = _axes(document, {change.at for change in changes})
     if document.problems or not axes:
         return [({}, _checked(document, path.parent))]
-    runs = list[tuple[dict[str, str], RunSpec]]()
+    runs, wrong = list[tuple[dict[str, str], RunSpec]](), dict[str, Problem]()
     for values in product(*axes):
         each = deepcopy(document)
         for value in values:
             value.make(each)
-        runs.append(({".".join(map(str, value.at)): value.value for value in values}, _checked(each, path.parent)))
+        try:
+            spec = _checked(each, path.parent)
+        except SpecError as error:
+            wrong |= {str(problem): problem for problem in error.problems}
+        else:
+            runs.append(({".".join(map(str, value.at)): value.value for value in values}, spec))
+    if wrong:
+        raise Document(str(path), problems=list(wrong.values())).error()
     return runs
 
 
@@ -96,9 +115,10 @@ def _axes(document: Document, given: set[Where]) -> list[list[Change]]:
     for key, values in block.items():
         axis = list[Change]()
         for number, value in enumerate(values):
-            plain = document.mark(("matrix", key, number)).plain
+            line, plain, origin = document.mark(("matrix", key, number))
             try:
-                axis.append(Change.of("--set", f"{key}={json.dumps(value) if plain is None else plain}"))
+                change = Change.of("--set", f"{key}={json.dumps(value) if plain is None else plain}")
+                axis.append(replace(change, option=origin, line=line))
             except ValueError as error:
                 document.problem(("matrix", key), str(error))
                 break
@@ -163,9 +183,8 @@ def text_of(spec: RunSpec, path: Path) -> str:
     except (InputError, OSError, UnicodeDecodeError):
         pass  # it was changed since
     said = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    return f"# {path.name}, as it was changed for this run\n" + yaml.safe_dump(
-        said, sort_keys=False, allow_unicode=True
-    )
+    text = yaml.dump(said, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return f"# {path.name}, as it was changed for this run\n{text}"
 
 
 def _read(path: Path) -> Document:
@@ -208,28 +227,37 @@ def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
         if not document.problems:
             document.problem((), "a run file is a block of keys, `name: ...` and so on")
         return None, set()
-    try:
-        return _validate(document.data), document.bad
-    except ValidationError as error:
-        errors: list[Any] = error.errors(include_url=False)
-    set_aside = set(document.bad)
-    for each in errors:
-        at = where(each)
-        unknown = each["type"] == "extra_forbidden"
-        if unknown or at not in document.bad:
-            document.problem(at, *word(each, document))
-        if not unknown:
-            set_aside.add(_droppable(at))
-        _drop(document.data, at)
-    try:
-        return _validate({**_STAND_INS, **document.data}), set_aside
-    except ValidationError:
-        return None, set_aside
+    set_aside, dropped, stand_ins = set(document.bad), set[Where](), dict[str, Any]()
+    told = {above for at in document.bad for above in _and_above(at)}  # and all that may follow from it
+    for _ in range(_ROUNDS):  # what keys of a block say together is looked at once each of them is right
+        try:
+            return _validate({**stand_ins, **document.data}), set_aside
+        except ValidationError as error:
+            errors: list[Any] = error.errors(include_url=False)
+        stand_ins, earlier = _STAND_INS, set(dropped)
+        for each in errors:
+            at = where(each)
+            unknown = each["type"] == "extra_forbidden"
+            if unknown or at not in told:
+                document.problem(at, *word(each, document))
+            aside = _droppable(at)
+            if aside in earlier:  # and its block cannot be without it
+                aside = aside[:-1]
+            if not unknown:
+                told |= {*_and_above(at)}
+                set_aside.add(aside)
+            dropped.add(aside)
+            _drop(document.data, aside)
+    return None, set_aside
+
+
+def _and_above(at: Where) -> Iterator[Where]:
+    return (at[:length] for length in range(len(at) + 1))
 
 
 def _validate(data: dict[str, Any]) -> RunSpec:
     line = data.get("command")
-    if isinstance(line, str) and line.strip() and is_shell(data.get("launcher")):
+    if isinstance(line, str) and is_shell(data.get("launcher")):
         data = {**data, "command": ["-c", line]}
     # JSON mode is strict about types (`yes` is no 1, "2" is no 2) and still takes lists for tuples
     return RunSpec.model_validate_json(json.dumps(data), strict=True)
@@ -256,9 +284,10 @@ def _droppable(at: Where) -> Where:
 
 
 def _drop(data: dict[str, Any], at: Where) -> None:
-    *above, last = _droppable(at)
+    """Takes away what stands there; `at` is all of texts."""
+    *above, last = at
     for part in above:
-        data = data.get(part, {})  # type: ignore[arg-type] - `_droppable` leaves strings alone
+        data = data.get(part, {})  # type: ignore[arg-type]
         if not isinstance(data, dict):
             return
     data.pop(last, None)  # type: ignore[arg-type]
@@ -275,11 +304,11 @@ def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
     if not spec.own_code:
         return
     workdir = base / (spec.code.workdir if spec.code else ".")
-    if not workdir.is_dir():
+    if not _seen(workdir.is_dir):
         yield Mistake(("code", "workdir"), f"there is no folder {workdir}")
         return
     requirements = spec.code.requirements if spec.code else None
-    if requirements and not (workdir / requirements).is_file():
+    if requirements and not _seen((workdir / requirements).is_file):
         yield _absent(("code", "requirements"), workdir, requirements, ("code", "workdir"))
     elif requirements and not (workdir / requirements).resolve().is_relative_to(workdir.resolve()):
         yield Mistake(("code", "requirements"), f"is a link out of {workdir}", (("code", "workdir"),))
@@ -304,9 +333,9 @@ def _program(spec: RunSpec, words: tuple[str, ...], workdir: Path) -> Iterator[M
             yield Mistake(("command", 1), gone, reads)
     elif not name.startswith("/") and os.path.normpath(name).startswith(".."):
         yield Mistake(at, f"{name} is not below {workdir}, which is what is sent (`code.workdir`)", reads)
-    elif path.is_symlink() and not path.exists():
+    elif _seen(path.is_symlink) and not path.exists():
         yield Mistake(at, f"{path} is a link to nothing", reads)
-    elif not path.exists():
+    elif not _seen(path.exists):
         if not spec.data and not (spec.setup and not path.parent.is_dir()):  # from which it may come, too
             yield _no_program(words, workdir, *reads)
     elif spec.shell:
@@ -321,8 +350,8 @@ def _program(spec: RunSpec, words: tuple[str, ...], workdir: Path) -> Iterator[M
 
 def _no_program(words: tuple[str, ...], workdir: Path, *reads: Where) -> Mistake:
     """With the line to write, where a file that is there comes later: behind `uv run`, or in the same word."""
-    words = (*words[0].split(), *words[1:])
-    later = next((n for n, each in enumerate(words) if each.endswith(".py") and (workdir / each).is_file()), None)
+    words = (*(words[0].split() or words[:1]), *words[1:])
+    later = next((n for n, each in enumerate(words) if each.endswith(".py") and _seen((workdir / each).is_file)), None)
     if later is None:
         return _absent(("command", 0), workdir, words[0], *reads)
     gone = " ".join(words[: later or None])
@@ -334,16 +363,16 @@ def _no_program(words: tuple[str, ...], workdir: Path, *reads: Where) -> Mistake
 def _no_module(workdir: Path, name: str) -> str | None:
     """That a module is none, where its package is a folder of the code; others may be installed on the nodes."""
     path = workdir.joinpath(*name.split("."))
-    if not (workdir / name.partition(".")[0]).is_dir() or path.with_suffix(".py").is_file():
+    if not _seen((workdir / name.partition(".")[0]).is_dir) or _seen(path.with_suffix(".py").is_file):
         return None
-    return None if (path / "__main__.py").is_file() else f"there is no module {name} in {workdir}"
+    return None if _seen((path / "__main__.py").is_file) else f"there is no module {name} in {workdir}"
 
 
 def _class(task: str, workdir: Path) -> Iterator[Mistake]:
     """The user's own task, where its file can be seen from here; it may be in an installed package, too."""
     module, _, name = task.partition(":")
     path = workdir.joinpath(*module.split(".")).with_suffix(".py")
-    if path.is_file() and name not in path.read_text(encoding="utf-8", errors="replace"):
+    if _seen(path.is_file) and name not in path.read_text(encoding="utf-8", errors="replace"):
         yield Mistake(("train", "task"), f"there is no {name} in {path}", (("code", "workdir"),))
 
 
@@ -373,7 +402,7 @@ def _data_folders(spec: RunSpec) -> Iterator[Mistake]:
     """Those that the nodes of this machine would read."""
     for index, item in enumerate(spec.data if spec.on_this_machine else ()):
         folder = Path(item.source.removeprefix("file://"))
-        if item.source.startswith("file:///") and not folder.is_dir():
+        if item.source.startswith("file:///") and not _seen(folder.is_dir):
             yield Mistake(("data", index, "from"), f"there is no folder {folder}")
 
 
@@ -382,15 +411,23 @@ def _image_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
     image = spec.image
     if image is None or not image.builds:
         return
-    if image.ca_file is not None and not (base / image.ca_file).is_file():
+    if image.ca_file is not None and not _seen((base / image.ca_file).is_file):
         yield Mistake(("image", "ca_file"), f"there is no file {base / image.ca_file}")
     if image.context is None:
         return
     context = base / image.context
-    if not context.is_dir():
+    if not _seen(context.is_dir):
         yield Mistake(("image", "context"), f"there is no folder {context}")
-    elif not (context / image.dockerfile).is_file():
+    elif not _seen((context / image.dockerfile).is_file):
         yield _absent(("image", "dockerfile"), context, image.dockerfile, ("image", "context"))
+
+
+def _seen(look: Callable[[], bool]) -> bool:
+    """What `look` says of a file; False where it can be none: a name of 300 characters, such as a whole command's."""
+    try:
+        return look()
+    except OSError:
+        return False
 
 
 def _absent(at: Where, workdir: Path, name: str, *reads: Where) -> Mistake:

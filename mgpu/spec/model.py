@@ -13,6 +13,7 @@ from mgpu_train.config import DataItem, EnvName, MetricName, Retention, Text, Tr
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -64,6 +65,15 @@ StoreUrl = Annotated[
         max_length=1024,
     ),
 ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        raise ValueError("one text, number, yes or no is needed")
+    return value
+
+
+_Plain = Annotated[Any, AfterValidator(_plain), WithJsonSchema({"type": ["string", "number", "boolean"]})]
 
 
 class _Cadence(Block):
@@ -238,7 +248,7 @@ class Keys(MachineKeys, _Named):
         "processors of several nodes and the network between them",
     )
     timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
-    matrix: dict[Text, Annotated[tuple[str | int | float | bool, ...], Field(min_length=1, max_length=256)]] = Field(
+    matrix: dict[Text, Annotated[tuple[_Plain, ...], Field(min_length=1, max_length=256)]] = Field(
         {},
         description="a sweep, which `mgpu submit` queues: of each key, as `train.lr`, all values that it is to have; "
         "one run for each combination (default: none)",

@@ -99,7 +99,9 @@ def _providers(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _options(spec: RunSpec) -> Iterator[Mistake]:
-    for key, wrong in spec.options.contradicts(spec) if spec.options else ():
+    seller = installed().found.get(spec.provider)
+    options = spec.options or (seller.options() if seller else None)  # without a block it is one of defaults
+    for key, wrong in options.contradicts(spec) if options else ():
         yield Mistake((key,), wrong, ((spec.provider,),))
 
 
@@ -348,7 +350,7 @@ def _url(spec: RunSpec, at: Where, url: str) -> Iterator[Mistake]:
         yield Mistake(at, "no `..` in an address")
     if url.startswith("file:") and spec.shares_files is False:
         message = f"machines of provider {spec.provider} do not see this machine's files: use s3://"
-        yield Mistake(at, message, (("provider",),))
+        yield Mistake(at, message, (("provider",), (spec.provider,)))
 
 
 def _data(spec: RunSpec) -> Iterator[Mistake]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import yaml
-from mgpu_train.config import TrainConfig, Trial, Trials
+from mgpu_train.config import MOST_TRIES, TrainConfig, Trial, Trials
 from mgpu_train.data.order import Slices
 from mgpu_train.names import TRIALS
 from mgpu_train.strategies import entry as strategies
@@ -55,6 +56,9 @@ def tune(spec: RunSpec) -> RunSpec:
         raise InputError(
             f"matrix: `{wrong[0]}` cannot be tuned", why, "Leave it out; `mgpu submit` makes a sweep of it."
         )
+    if (number := prod(map(len, axes.values()))) > MOST_TRIES:
+        why = f"Each combination of the values of `matrix` is one; there are {MOST_TRIES} at most."
+        raise InputError(f"matrix: it makes {number} trials", why, "Leave values out.")
     axes = axes or _worth_trying(spec, train)
     combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     tries = tuple(Trial(name=words(each), train=each, refused=_refused(spec, train, each)) for each in combinations)
@@ -81,13 +85,13 @@ def write(run_file: Path, changes: dict[str, Any]) -> None:
     Raises InputError: it is written in a way in which that cannot be done.
     """
     try:
-        text = run_file.read_text(encoding="utf-8")
+        text = run_file.read_bytes().decode()  # with its line ends as they are
         before, after = loads(text, str(run_file)), _changed(text, changes)
         assert before.train is not None  # noqa: S101 - it was tried
         wanted = TrainConfig.model_validate({**before.train.model_dump(exclude_unset=True), **changes})
         if loads(after, str(run_file)) == before.model_copy(update={"train": wanted}):
             aside = run_file.with_name(f".{run_file.name}")
-            aside.write_text(after, encoding="utf-8")
+            aside.write_bytes(after.encode())
             aside.replace(run_file)
             return
         why = "Its `train` block is written in an unusual way."

@@ -40,6 +40,10 @@ def refusal(error: Mapping[str, Any], given: str) -> str:
             return f"a whole number is needed, not {given}"
         case "float_type" | "float_parsing":
             return f"a number is needed, not {given}"
+        case "bool_type" | "bool_parsing":
+            return f"yes or no is needed, not {given}"
+        case "less_than":
+            return f"must be less than {limits['lt']:g}, not {given}"
         case "greater_than":
             return f"must be more than {limits['gt']:g}, not {given}"
         case "greater_than_equal":
@@ -48,6 +52,8 @@ def refusal(error: Mapping[str, Any], given: str) -> str:
             return f"must be at most {limits['le']:g}, not {given}"
         case "too_short":
             return f"needs at least {limits['min_length']} item"
+        case "too_long":
+            return f"has {limits['actual_length']} items; {limits['max_length']} at most"
         case "string_too_long":
             return f"longer than {limits['max_length']} characters"
         case "string_pattern_mismatch":

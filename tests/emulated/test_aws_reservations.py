@@ -145,6 +145,18 @@ def test_what_cannot_be_rented_is_refused_before_with_the_reason(
     assert aws.calls("CreateFleet") == []
 
 
+def test_who_would_take_either_market_is_shown_what_there_is(aws: FakeAws):
+    """As `mgpu offers` asks, which knows of no market that is wanted."""
+    either = needed(aws.reserve(KIND, 2, ZONE), market="spot-then-on-demand")
+    assert [offer.market for offer in planned(either).offers] == ["on-demand"]
+
+
+def test_a_full_one_is_not_to_be_asked_for_no_machines(aws: FakeAws):
+    with pytest.raises(NoOffer) as caught:
+        planned(needed(aws.reserve(KIND, 0, ZONE)))
+    assert caught.value.next_step.startswith("Free machines")
+
+
 def test_without_regions_it_is_found_in_whichever_it_is_also_where_one_does_not_answer(aws: FakeAws):
     made = aws.reserve(KIND, 2, "us-west-2a", block=True, hours=24)
     aws.errors("DescribeCapacityReservations", "Denied", region="eu-west-1")

@@ -404,6 +404,7 @@ class Trial(Model):
 
 
 Purpose = Literal["smoke", "tune", "lr-range"]
+MOST_TRIES = 256  # of one run
 
 
 class Trials(Model):
@@ -414,7 +415,7 @@ class Trials(Model):
         "lr-range: the loss is looked at while the rate grows"
     )
     steps: int = Field(default=8, ge=1, le=1000, description="optimizer steps that are measured of each")
-    tries: tuple[Trial, ...] = Field(min_length=1, max_length=256, description="in their order")
+    tries: tuple[Trial, ...] = Field(min_length=1, max_length=MOST_TRIES, description="in their order")
 
 
 Outcome = Literal["ok", "refused", "out of memory", "failed", "too slow"]

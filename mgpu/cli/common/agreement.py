@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mgpu.console import Console
 from mgpu.errors import InputError, NoCapacity
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mgpu.run.job.images import Looked
     from mgpu.spec.model import RunSpec
 
+LIMIT = "<: the spot price is not known, but that it is not above this"
 PREFLIGHT = "asking the provider and the store, before anything is rented"
 _LEAST_S = 300.0  # that a budget has to pay for
 
@@ -53,6 +55,16 @@ def require_for(spec: RunSpec, provider: str, path: Path, command: str) -> None:
         raise InputError(f"{path} is for provider {names}, not for {provider}", "", cure)
 
 
+def mark(offer: Offer) -> str:
+    """What stands before the price of an offer; see `LIMIT`."""
+    return "< " if offer.price_is_limit else ""
+
+
+def cents(amount: float) -> str:
+    """Dollars as they are paid; what is less than a cent is not shown as nothing."""
+    return usd(amount) if amount < 0.01 else f"${amount:.2f}"
+
+
 def old_prices(offers: Iterable[Offer]) -> str:
     """How old the oldest of these prices is, and what renews it; empty where all are younger than a day."""
     oldest = min(offers, key=lambda offer: offer.fetched_at, default=None)
@@ -75,19 +87,38 @@ def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
     return provider.other_costs(needed, plan.best, rank.saves(spec)) if known else ()
 
 
-def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd: float | None = None) -> None:
-    """The price of all nodes, before anything is rented, and what of a machine checkpoints take; `max_usd`: the run's
-    own limit."""
+class Budget(NamedTuple):
+    """What a run may spend: `max_usd`, less what it has `spent` before it is resumed, in US dollars."""
+
+    max_usd: float | None = None
+    spent: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """Infinite where there is no limit."""
+        return math.inf if self.max_usd is None else max(0.0, self.max_usd - self.spent)
+
+    def __str__(self) -> str:
+        return f"{cents(self.left)} ({'what is left of max_usd' if self.spent else 'max_usd'})"
+
+
+NO_LIMIT = Budget()
+
+
+def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), budget: Budget = NO_LIMIT) -> None:
+    """The price of all nodes, before anything is rented, and what of a machine checkpoints take."""
     from mgpu.plan import room
 
     need, best, costs = plan.requirements, plan.best, tuple(costs)
-    price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
+    price, dearest = map(cents, (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
     instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
     console.say(
         f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.place}: "
-        f"{price} per hour for all nodes{instead}; "
-        f"{_at_most(plan, max_usd, _hourly(costs))}"
+        f"{mark(best)}{price} per hour for all nodes{instead}; "
+        f"{_at_most(plan, budget, _hourly(costs))}"
     )
+    if any(offer.price_is_limit for offer in plan.offers):
+        console.say(LIMIT)
     for line in _beside(costs):
         console.say(line)
     checkpoints = room.words(plan.checkpoints) if plan.checkpoints else ""
@@ -103,30 +134,34 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd:
             console.say(note, "yellow")
 
 
-def _at_most(plan: Plan, max_usd: float | None, beside: float) -> str:
-    if max_usd is None or max_usd >= plan.max_cost_usd + beside * plan.hours:
-        return f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
-    last_s = max_usd / (plan.best.billed_at_most * plan.requirements.nodes + beside) * 3600
-    return f"at most ${max_usd:.2f} (max_usd), which pays for {duration(last_s)} of them"
+def _at_most(plan: Plan, budget: Budget, beside: float) -> str:
+    if budget.left >= plan.max_cost_usd + beside * plan.hours:
+        return f"at most {cents(plan.max_cost_usd)} until the hard cap of {plan.hours:.4g} h"
+    usd_per_hour = plan.best.billed_at_most * plan.requirements.nodes + beside
+    # the first offer may cost nothing by the hour, where another one does
+    lasts = f", which pays for {duration(budget.left / usd_per_hour * 3600)} of them" if usd_per_hour else ""
+    return f"at most {budget}{lasts}"
 
 
-def require_paid(plan: Plan, max_usd: float | None, costs: Iterable[Cost] = ()) -> None:
+def require_paid(plan: Plan, budget: Budget, costs: Iterable[Cost] = ()) -> None:
     """Raises InputError: what the run may spend pays for no training. `costs`: beside the machines."""
     usd_per_hour = plan.billed_at_most + _hourly(costs)
-    paid_s = max_usd / usd_per_hour * 3600 if max_usd and usd_per_hour else _LEAST_S
+    paid_s = budget.left / usd_per_hour * 3600 if usd_per_hour else _LEAST_S
     if paid_s < _LEAST_S:
-        what = f"max_usd: ${max_usd:.2f} pays for {duration(paid_s)} of these machines"
+        left = f"{cents(budget.left)}{', which is left of it,' if budget.spent else ''}"
+        what = f"max_usd: {left} pays for {duration(paid_s)} of these machines"
         most = "" if plan.billed_at_most == plan.price_usd_per_hour else " at most"
-        why = f"They cost{most} ${usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
+        why = f"They cost{most} {cents(usd_per_hour)} per hour, and take minutes to come, to save and to go."
         cure = ", lower `max_price_usd_per_hour`, which is what spot machines cost at most," if most else ","
         raise InputError(what, why, f"Raise it{cure} or ask for cheaper machines. Nothing was rented.")
 
 
 def require_begun(plan: Plan, wait_minutes: float) -> None:
-    """Raises NoCapacity: the reservation begins later than a launch waits for."""
+    """Raises NoCapacity: the reservation begins later than a launch waits for, and there is nothing else to take."""
     reserved = plan.best.reservation
     left_s = reserved.begins_at - time.time() if reserved else 0
-    if reserved and left_s > wait_minutes * 60:
+    alone = all(offer.reservation for offer in plan.offers)
+    if reserved and alone and left_s > wait_minutes * 60:
         what = f"{reserved.id} begins {utc(reserved.begins_at)}, in {duration(left_s)}"
         why = f"A launch waits {wait_minutes:g} min (`recovery.wait_minutes`). Nothing was rented."
         raise NoCapacity(what, why, "Launch then, or let it wait longer.")
@@ -194,28 +229,31 @@ def agreed(
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
     gone on with, `begins`: it is not queued, `code`: see `preflight`. Returns what the image has to fit. Raises what it
     finds, and InputError: nobody agrees, or a limit leaves no room for it now."""
-    machines = looked_at(console, run_file, spec, begins=begins, code=code)
+    spent = before.spent_usd(time.time()) if before is not None else 0.0
+    machines = looked_at(console, run_file, spec, begins=begins, code=code, spent=spent)
     if before is not None:
         show_changes(console, before, spec)
     agree(console, yes)
     return machines
 
 
-def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = "") -> Machines:
-    """All of `agreed` but its question."""
+def looked_at(
+    console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = "", spent: float = 0.0
+) -> Machines:
+    """All of `agreed` but its question; `spent`: US dollars, by the run so far."""
     from mgpu.run.budget import account
     from mgpu.run.lifecycle.launch import preflight
 
     with console.waiting(PREFLIGHT):
         preflight(run_file, spec, console.emit, code)
-    plan, costs = make_plan(spec), ()
+    plan, costs, budget = make_plan(spec), (), Budget(spec.max_usd, spent)
     machines = machines_of(spec, plan)
     try:
         image, plan = look_at_image(console, spec, run_file, plan, machines)
     finally:  # the price is known all the same
         costs = other_costs(spec, plan)
-        show_plan(console, plan, costs, spec.max_usd)
-    require_paid(plan, spec.max_usd, costs)
+        show_plan(console, plan, costs, budget)
+    require_paid(plan, budget, costs)
     require_begun(plan, spec.recovery.wait_minutes)
     if begins:
         account.require_room(plan.billed_at_most + _hourly(costs))

@@ -64,7 +64,7 @@ class KubernetesOptions(ProviderOptions):
     namespace: _Name | None = Field(None, description="namespace (default: the context's)")
     gpu_resource: _Key = Field("nvidia.com/gpu", description="resource that GPUs are asked for by; amd.com/gpu")
     resources: dict[_Key, _Quantity] = Field(
-        {}, description="what else each pod gets of a node's resources, such as rdma/ib: 1 (default: nothing)"
+        {}, description="what else each pod gets of a node's resources, such as {rdma/ib: '1'} (default: nothing)"
     )
     cpus_per_node: int | None = Field(None, ge=1, description="CPUs that a pod asks for (default: the namespace's)")
     memory_gib: int | None = Field(None, ge=1, description="memory of a pod, GiB (default: the namespace's)")
@@ -112,7 +112,9 @@ class KubernetesOptions(ProviderOptions):
         return self
 
     def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
-        """GPUs are counted by `gpus_per_node` alone, and a node pool is of one market."""
+        """A cluster is in no region, GPUs are counted by `gpus_per_node` alone, and a node pool is of one market."""
+        if machines.regions:
+            yield "regions", "a cluster is in none: leave it out (`kubernetes.node_selector` says which nodes)"
         if self.gpu_resource in self.resources:
             yield "gpus_per_node", f"says how many of {self.gpu_resource} there are, not `kubernetes.resources`"
         if self.node_pool and machines.market not in (self.node_pool.market, "spot-then-on-demand"):

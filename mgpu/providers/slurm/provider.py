@@ -92,13 +92,15 @@ class SlurmProvider(Provider):
         said = self._login.said("on_sale", doing="list partitions")
         partitions = {each["PartitionName"]: each for each in map(findings.words, said) if "PartitionName" in each}
         nodes = [findings.NodeShape.of(line) for line in said if line.startswith("nodes|")]
-        asked = options.partition.split(",") if options.partition else partitions
+        up = [name for name, each in partitions.items() if each.get("State") == "UP"]
+        asked = options.partition.split(",") if options.partition else up
         groups: dict[tuple[str, str | None], list[tuple[findings.NodeShape, int]]] = {}
         for node in nodes:
-            if node.partition in asked and partitions.get(node.partition, {}).get("State") == "UP":
+            if node.partition in asked and node.partition in up:
                 for gpu, count in node.gpus_for(requirements.gpus_per_node):
                     groups.setdefault((node.partition, gpu), []).append((node, count))
-        found, notes = list[Offer](), list[str]()
+        found = list[Offer]()
+        notes = [f"no partition {name} is up; up: {', '.join(up) or 'none'}" for name in asked if name not in up]
         for (name, gpu), group in groups.items():
             offer = self._offer(requirements, options, partitions[name], gpu, group)
             found.append(offer)
@@ -121,8 +123,9 @@ class SlurmProvider(Provider):
         name, limit_s = partition["PartitionName"], findings.limit_s(partition)
         obstacle = None
         if limit_s < needed.max_hours * 3600:
-            why = f"partition {name} lets no job run longer than {limit_s / 3600:g} h"
-            obstacle = Obstacle(reason=why, cure=f"Lower `max_hours` to {limit_s / 3600:g}, or take another partition.")
+            hours = f"{limit_s * 1000 // 3600 / 1000:g}"  # rounded up, it would be refused again
+            why = f"partition {name} lets no job run longer than {hours} h"
+            obstacle = Obstacle(reason=why, cure=f"Lower `max_hours` to {hours}, or take another partition.")
         shape = f"{cpus}cpu" + (f"-{count}x{gpu or 'gpu'}" if count else "")
         return Offer(
             provider=self.name,

@@ -66,8 +66,9 @@ def plan(spec: RunSpec) -> Plan:
             if isinstance(error, Transient | RateLimited):
                 raise error
         what = f"none of {', '.join(names)} has an offer that meets the run file"
-        cure = "`mgpu plan` with one of them alone says what would change that; `mgpu check` what it lacks."
-        raise NoOffer(what, "\n".join(said), cure)
+        why = "\n".join(f"{name}: {error.what}. {error.next_step}".rstrip() for name, error in failures.items())
+        cure = "`mgpu plan` with one of them alone says which offers come near; `mgpu check` what it lacks."
+        raise NoOffer(what, why, cure)
     return rank.merged(plans, said)
 
 

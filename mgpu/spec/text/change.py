@@ -15,12 +15,14 @@ _OPTIONS = {"--set": "KEY", "--env": "NAME"}
 
 @dataclass(frozen=True)
 class Change:
-    """One of the options: the field `at`, and its `value` as it is written in a run file."""
+    """One of the options: the field `at`, and its `value` as it is written in a run file. Of a `matrix` in the file
+    itself `option` is empty, and `line` is the value's."""
 
     option: str
     given: str
     at: Where
     value: str
+    line: int = 0
 
     @classmethod
     def of(cls, option: str, given: str) -> Change:
@@ -45,22 +47,23 @@ class Change:
             changed = read(f"{keys} {self.value}\n", self.option)
         except SpecError as error:
             changed = Document(self.option, problems=list(error.problems))
-        for problem in changed.problems:
-            document.problem(self.at, problem.message, origin=self.option)
         if isinstance(document.data, dict) and isinstance(changed.data, dict):
             self._put(document, changed)
+        for problem in changed.problems:
+            document.problem(self.at, problem.message, line=self.line, origin=self.option)
 
     def _put(self, document: Document, changed: Document) -> None:
         """The value takes its place; the rest of the file stays."""
         here = len(self.at)
-        marks = {at: Mark(0, mark.plain, self.option) for at, mark in changed.marks.items()}
+        marks = {at: Mark(self.line, mark.plain, self.option) for at, mark in changed.marks.items()}
         block, new = document.data, changed.data
         for depth, key in enumerate(self.at[:-1], 1):
             if not isinstance(block.get(key), dict):  # absent, or `checkpoint: none`
                 block[key] = {}
+                document.forget(self.at[:depth])
                 document.marks[self.at[:depth]] = marks[self.at[:depth]]
             block, new = block[key], new[key]
+        document.forget(self.at)
         block[self.at[-1]] = new[self.at[-1]]
-        document.marks = {at: mark for at, mark in document.marks.items() if at[:here] != self.at}
         document.marks |= {at: mark for at, mark in marks.items() if at[:here] == self.at}
-        document.bad = {at for at in document.bad if at[:here] != self.at} | changed.bad
+        document.bad |= changed.bad

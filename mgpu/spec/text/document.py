@@ -24,7 +24,7 @@ Where = tuple[str | int, ...]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where PyYAML was built with it
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
-_STRING = "tag:yaml.org,2002:str"
+STRING = "tag:yaml.org,2002:str"
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|yes|on|false|no|off", re.IGNORECASE)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
@@ -33,6 +33,8 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]{
 _ODD_NUMBER = re.compile(r"[-+]?([0-9][0-9_]*([:.eE][-+0-9:._]*)?|0[xob][0-9a-fA-F_]+|\.(inf|nan))", re.IGNORECASE)
 # C0 but tab and newline, DEL and C1, line and paragraph separators, marks that turn the direction of text, surrogates
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_NO_BREAK = "\u00a0"  # as it comes along from a web page
 
 
 class Mark(NamedTuple):
@@ -67,6 +69,15 @@ class Document:
             at = at[:-1]
         return self.marks.get(at, Mark(1))
 
+    def forget(self, at: Where) -> None:
+        """Another value stands there now: what was wrong with the old one is nothing any more."""
+        here, text = len(at), dotted(at)
+        self.problems = [
+            each for each in self.problems if each.field != text and not each.field.startswith((f"{text}.", f"{text}["))
+        ]
+        self.marks = {each: mark for each, mark in self.marks.items() if each[:here] != at}
+        self.bad = {each for each in self.bad if each[:here] != at}
+
     def error(self) -> SpecError:
         """All problems, in the order of their lines; of very many the first ones."""
         found = sorted(self.problems, key=lambda problem: problem.line)
@@ -80,6 +91,11 @@ def dotted(at: Where) -> str:
     """A path as the user would say it, e.g. `data[0].from`; `file` for the file itself."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
     return text.removeprefix(".") or "file"
+
+
+def is_text(plain: str) -> bool:
+    """Whether a value that is written so, without quotes, is text."""
+    return not any(other.fullmatch(plain) for other in (_NULL, _BOOL, _INT, _FLOAT, _ODD_NUMBER))
 
 
 def read(text: str, path: str) -> Document:
@@ -98,6 +114,10 @@ def read(text: str, path: str) -> Document:
         why = getattr(error, "problem", None) or "this is not YAML"
         if "cannot start any token" in why and "\t" in text:
             why += " (a tab? YAML is indented with spaces)"
+        elif _NO_BREAK in text:
+            why += (
+                f" (a no-break space in line {text[: text.index(_NO_BREAK)].count(chr(10)) + 1}? It is none of YAML's)"
+            )
         document.problem(
             (), f"not readable as YAML: {why}", line=min(mark.line, text.count("\n")) + 1 if mark else None
         )
@@ -177,7 +197,7 @@ class _Reader:
         text = event.value
         if found := _CONTROL.search(text):
             return self.refuse(at, f"control character U+{ord(found[0]):04X} in the value")
-        if event.tag == _STRING or not (event.implicit[0] or event.tag):
+        if event.tag == STRING or not (event.implicit[0] or event.tag):
             return text  # in quotes
         self.marks[at] = Mark(self.marks[at].line, text)
         return self.plain(text, at)
@@ -221,6 +241,8 @@ def _key_mistake(event: Any) -> str | None:
         return "a key has no tag and no anchor"
     if len(event.value) > MAX_KEY:
         return f"a key of {len(event.value)} characters"
+    if _NO_BREAK in event.value:
+        return "a no-break space (U+00A0) in a key: YAML is indented with plain ones"
     found = _CONTROL.search(event.value)
     return f"control character U+{ord(found[0]):04X} in a key" if found else None
 

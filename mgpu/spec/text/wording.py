@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,6 +15,7 @@ from mgpu.spec.model import UNIONS, RunSpec
 from mgpu.spec.text.document import Document, Where, dotted
 from mgpu.spec.values import choice, refusal, shown
 
+_LOOKED_UP = 500  # problems whose names are compared: far fewer are shown, and a file of thousands is no run file
 NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
 
 
@@ -27,7 +28,25 @@ def where(error: Mapping[str, Any]) -> Where:
     named = next((len(block) + 1 for block in NAMES if at[: len(block)] == block), None)
     if named is None and at[-1] == "[key]" and error["type"] != "extra_forbidden":
         return at[:-1]
-    return at[:named]
+    return at[: named or _keys_in(at)]
+
+
+def _keys_in(at: Where) -> int:
+    """How many parts of a path are keys and items; what comes behind a plain value is a branch of its union."""
+    block: type[BaseModel] | None = RunSpec
+    for place, part in enumerate(at):
+        if isinstance(part, str):
+            info = _fields(block).get(part) if block else None
+            if info is None:
+                break  # an unknown key, or one of a mapping's
+            block = _model_in(info.annotation)
+            if block is None and not _has_keys(info.annotation):
+                return place + 1 + sum(isinstance(each, int) for each in at[place + 1 : place + 2])
+    return len(at)
+
+
+def _has_keys(annotation: Any) -> bool:
+    return get_origin(annotation) is dict or any(map(_has_keys, get_args(annotation)))
 
 
 def word(
@@ -39,7 +58,7 @@ def word(
     plain = document.marks[at].plain if at in document.marks else None
     match error["type"]:
         case "extra_forbidden":
-            return "unknown key", nearest_key(at, options)
+            return "unknown key", nearest_key(at, options) if len(document.problems) < _LOOKED_UP else None
         case "missing":
             return f"is missing: {_description(at, options)}", None
         case "literal_error":

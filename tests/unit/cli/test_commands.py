@@ -626,6 +626,8 @@ def test_a_plan_that_a_launch_would_refuse_says_so_after_the_price_and_names_no_
     assert "per hour for all nodes" in done.err
     assert "error: command: train.py would not be sent\n" in done.err
     assert "next: " not in done.err
+    assert "error: max_usd: $0.0001 pays for" in mgpu("plan", "--set", "max_usd=0.0001").err, "both are told"
+    assert "error: command: train.py" in mgpu("plan", "--set", "max_usd=0.0001").err
     (world.folder / ".mgpuignore").unlink()
     run_file.write_text(run_file.read_text() + "sinks: {gitlab: {token: T}}\n")
     refused = mgpu("plan")
@@ -641,7 +643,7 @@ def test_a_plan_as_json_refuses_and_warns_as_any_other(mgpu, run_file, world, mo
     plain, told = mgpu("plan"), mgpu("plan", "--json")
     assert plain.code == told.code == 2
     assert told.json["price_usd_per_hour"] > 0
-    assert "error: max_usd: $0.00 pays for" in told.err
+    assert "error: max_usd: $0.0001 pays for" in told.err
     assert "warning: secrets: TOKEN not set" in plain.err
     assert "warning: secrets: TOKEN not set" in told.err
 

@@ -277,6 +277,8 @@ def test_a_plan_says_how_old_its_prices_are_and_where_none_are_known(seller: Sel
     assert done.exception is None
     assert "prices of 2026-01-19" in done.stderr
     assert "no prices are known in us-west-2" in done.stderr
+    row = next(line for line in done.stdout.splitlines() if "p4d.24xlarge" in line)
+    assert row.count("< $21.96") == 2, "no spot price is known, and it is not shown as one"
 
 
 def test_a_long_list_is_cut_and_says_so(mgpu: Mgpu, seller: Seller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -248,3 +248,5 @@ def test_a_launch_does_not_wait_longer_than_the_run_file_says_for_a_beginning():
     agreement.require_begun(soon, wait_minutes=10)
     with pytest.raises(NoCapacity, match=r"cr-1 begins \d{4}-.* UTC, in 5 min"):
         agreement.require_begun(soon, wait_minutes=1)
+    other = soon.best.model_copy(update={"provider": "slurm", "reservation": None})
+    agreement.require_begun(soon.model_copy(update={"offers": (soon.best, other)}), wait_minutes=1)

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from mgpu.cli import ls
+from mgpu.acquire.fit import ANY
+from mgpu.cli import ls, submit
 from mgpu.cli.common import agreement, closing
+from mgpu.cli.common.agreement import Budget
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.plan.model import CheckpointRoom, Cost, Offer, Plan, Requirements
-from mgpu.run.record.record import Interruption, Record, State
+from mgpu.run.record.record import Interruption, Record, Spent, State
 from mgpu.spec.load import loads
 from mgpu.words import count
 
@@ -184,6 +186,7 @@ def test_the_json_has_the_interruptions_and_no_token():
     [
         ([0.195, 0.75], "$0.39 per hour for all nodes, up to $1.50 if another offer has to be taken; at most $0.75"),
         ([0.195], "$0.39 per hour for all nodes; at most $0.20"),
+        ([0.001], "$0.002 per hour for all nodes; at most $0.001 until"),
         ([0.195, 0.195], "$0.39 per hour for all nodes; at most $0.20"),
     ],
 )
@@ -201,22 +204,70 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
     offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
     needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=10)
     plan = Plan(requirements=needed, offers=(offer,))
-    agreement.show_plan(Console(), plan, max_usd=5)
+    agreement.show_plan(Console(), plan, budget=Budget(5))
     assert "at most $5.00 (max_usd), which pays for 2.5 h of them" in " ".join(capsys.readouterr().err.split())
-    agreement.show_plan(Console(), plan, max_usd=50)
+    agreement.show_plan(Console(), plan, budget=Budget(50))
     assert "at most $20.00 until the hard cap of 10 h" in " ".join(capsys.readouterr().err.split())
     disks = (Cost(what="disks", usd=2.0, per="hour"), Cost(what="traffic", usd=9.0, per="GiB"))
-    agreement.show_plan(Console(), plan, disks, max_usd=30)
+    agreement.show_plan(Console(), plan, disks, Budget(30))
     assert "at most $30.00 (max_usd), which pays for 7.5 h of them" in " ".join(capsys.readouterr().err.split())
     for enough in (None, 5.0):
-        agreement.require_paid(plan, enough)
+        agreement.require_paid(plan, Budget(enough))
     with pytest.raises(InputError, match=r"\$0.30 pays for 4.5 min of these machines"):
-        agreement.require_paid(plan, 0.3, disks)
+        agreement.require_paid(plan, Budget(0.3), disks)
     with pytest.raises(InputError, match=r"\$0.10 pays for 3 min of these machines"):
-        agreement.require_paid(plan, 0.1)
+        agreement.require_paid(plan, Budget(0.1))
     moves = plan.model_copy(update={"offers": (plan.best.model_copy(update={"most_usd_per_hour": 100.0}),)})
     with pytest.raises(InputError, match="lower `max_price_usd_per_hour`"):
-        agreement.require_paid(moves, 1)
+        agreement.require_paid(moves, Budget(1))
+
+
+def test_a_budget_beside_a_first_offer_that_costs_nothing_is_told_without_a_time(capsys):
+    own = Offer(provider="hosts", instance_type="m", market="on-demand", price_usd_per_hour=0, region="r", fetched_at=1)
+    rented = own.model_copy(update={"provider": "aws", "price_usd_per_hour": 30.0})
+    needed = Requirements(provider="hosts", max_price_usd_per_hour=40, max_hours=10)
+    agreement.show_plan(Console(), Plan(requirements=needed, offers=(own, rented)), budget=Budget(10))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "up to $30.00 if another offer has to be taken; at most $10.00 (max_usd) prices of" in said
+
+
+def test_a_spot_price_that_is_only_known_to_be_lower_is_marked(capsys):
+    offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
+    needed = Requirements(provider="p", max_price_usd_per_hour=2, max_hours=1)
+    agreement.show_plan(Console(), Plan(requirements=needed, offers=(offer,)))
+    assert "<" not in capsys.readouterr().err
+    limit = offer.model_copy(update={"price_is_limit": True})
+    agreement.show_plan(Console(), Plan(requirements=needed, offers=(limit,)))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "at p r: < $1.00 per hour for all nodes" in said
+    assert "<: the spot price is not known, but that it is not above this" in said
+
+
+def test_a_run_that_is_resumed_is_told_what_is_left_of_its_budget(monkeypatch, capsys):
+    offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
+    needed = Requirements(provider="p", max_price_usd_per_hour=2, max_hours=100)
+    plan = Plan(requirements=needed, offers=(offer,))
+    for name, answer in {
+        "make_plan": plan,
+        "machines_of": None,
+        "look_at_image": (None, plan),
+        "other_costs": (),
+    }.items():
+        monkeypatch.setattr(agreement, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr("mgpu.run.lifecycle.launch.preflight", lambda *_: None)
+    monkeypatch.setattr(agreement, "show_changes", lambda *_: None)
+    spec = SimpleNamespace(max_usd=50, recovery=SimpleNamespace(wait_minutes=0))
+
+    def agree(hours: float) -> None:
+        spent = Spent(generation=1, price_usd_per_hour=1.0, since=0, until=hours * 3600)
+        agreement.agreed(Console(), Path("mgpu.yaml"), spec, True, record(spending=[spent]))
+
+    agree(40)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "at most $10.00 (what is left of max_usd), which pays for 10 h of them" in said
+    for hours in (49.99, 51):
+        with pytest.raises(InputError, match="which is left of it, pays for"):
+            agree(hours)
 
 
 def test_room_under_the_limits_is_for_the_most_that_spot_machines_may_be_billed_at(monkeypatch):
@@ -273,6 +324,20 @@ def test_no_provider_is_asked_for_machines_whose_disk_is_too_small(monkeypatch):
     )
     with pytest.raises(InputError, match=r"disk_gib: 200 GiB do not hold the checkpoints, 269\.1 GiB"):
         agreement.make_plan(spec)
+
+
+def test_runs_of_a_sweep_whose_checkpoints_take_more_of_a_disk_are_looked_at_each(monkeypatch):
+    text = (
+        "{{name: x, provider: aws, max_price_usd_per_hour: 9, max_hours: 1, gpus_per_node: 8, disk_gib: 200, "
+        "checkpoint: {{to: s3://bkt/r}}, train: {{tokens: /t, strategy: fsdp, global_batch: 64, steps: {}, lr: {}, "
+        "model: {{preset: llama-8b}}}}}}"
+    )
+    few, other, many = (loads(text.format(*each), "f") for each in ((10, 0.1), (10, 0.2), (1000, 0.1)))
+    looked = list[object]()
+    monkeypatch.setattr(agreement, "looked_at", lambda _console, _run_file, spec: looked.append(spec) or ANY)
+    monkeypatch.setattr(agreement, "agree", lambda *_: None)
+    assert submit._agreed(Console(), Path("f"), [few, other, many], True) == [ANY] * 3
+    assert looked == [few, many], "the disk holds one checkpoint, not three"
 
 
 def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():

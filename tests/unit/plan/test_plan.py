@@ -250,9 +250,11 @@ def test_gpu_names_are_compared_without_case():
         (wanted(gpus_per_node=0, gpu=()), {"gpus": 1}, "has 1 GPU a machine, not 0", "`gpus_per_node`: 1"),
         (WANTED, {"gpu": "T4"}, "GPU is T4, not A100-80GB or A100-40GB", "`gpu`: T4"),
         (wanted(regions=("r2", "r3")), {}, "region is r1", "`regions`: r1"),
+        (wanted(regions=("r2",)), {"region": "me@login"}, "region is me@login", "Leave `regions` out"),
         (wanted(market="spot"), {"market": "on-demand"}, "market is on-demand", "`market` to on-demand"),
         (wanted(market="on-demand"), {}, "market is spot", "`market` to spot or spot-then-on-demand"),
-        (WANTED, {"stock": 1}, "only 1 to be had, 2 needed", "at most 1 `nodes`"),
+        (WANTED, {"stock": 1}, "only 1 to be had, 2 needed", "Ask for at most 1 `nodes`, allow more"),
+        (WANTED, {"stock": 0}, "only 0 to be had, 2 needed", "Allow more"),
         (WANTED, {"price_usd_per_hour": 35.004}, "$70.01/h for all nodes, above the cap of $70.00/h", "to 70.01"),
     ],
 )
@@ -410,6 +412,18 @@ def test_offers_of_several_providers_are_one_plan_in_one_order():
     ]
     assert both.requirements.provider == "two"
     assert both.notes == ("one: a note of one", "two: a note of two", "three: no answer")
+
+
+def test_a_reservation_that_ends_early_bounds_nothing_but_its_own_machines():
+    reserved = {
+        "id": "cr-1", "kind": "block", "prepaid": True, "state": "active", "instance_type": "big", "region": "r1",
+        "zone": "z", "machines": 2, "free": 2, "begins_at": 0, "ends_at": 1000 + 7200, "machines_end_at": 1000 + 7200,
+    }  # fmt: skip
+    paid = of("one", offer(price_usd_per_hour=0, reservation=reserved))
+    assert (paid.hours, paid.max_cost_usd) == (2, 0)
+    both = merged([paid, of("two", offer(price_usd_per_hour=30))])
+    assert both.best.provider == "one"
+    assert (both.hours, both.max_cost_usd) == (12, 2 * 30 * 12), "the other one's machines live until `max_hours`"
 
 
 def test_providers_take_turns_as_their_offers_rank_and_the_last_turn_of_each_is_open():

@@ -70,6 +70,14 @@ def test_a_mistake_of_the_file_that_is_changed_is_none(path):
     assert changed(path, ("--set", "nodes=2")).nodes == 2
 
 
+@pytest.mark.parametrize("line", ["nodes:", "nodes: 010", "nodes: *two", "nodes: 1\nnodes: 3"])
+def test_what_the_reader_refuses_is_no_mistake_either_where_it_is_changed(path, line):
+    path.write_text(path.read_text() + line + "\n")
+    assert changed(path, ("--set", "nodes=2")).nodes == 2
+    path.write_text(path.read_text().replace("checkpoint: none", "checkpoint:"))
+    assert changed(path, ("--set", "nodes=2"), ("--set", "checkpoint.keep_last=5")).checkpoint.keep_last == 5
+
+
 def test_all_mistakes_are_told_with_their_option(path):
     path.write_text(path.read_text() + "nodez: 2\n")
     options = ("nodes=x", "max_hours=", "name=a: b", "foo.bar=1", "checkpoint.keep_last=0")
@@ -109,6 +117,13 @@ def test_the_text_of_a_changed_spec_says_the_same(path):
     env = [("--env", "N=010"), ("--env", "U=ä \U0001f600 'x'")]
     spec = changed(path, *env, ("--set", "nodes=4"), ("--set", 'outputs=[runs/, "*.pt"]'))
     assert loads(text_of(spec, path), "x") == spec
+
+
+@pytest.mark.parametrize("text", ["098765432109", "0891", "12e4", "1:30", "0o17", "1_0", "oN", ".5", "tRue", "nULL"])
+def test_text_that_looks_like_something_else_is_kept_as_text(path, text):
+    """An AWS account is 12 digits, and often begins with 0."""
+    spec = changed(path, ("--set", f'outputs=["{text}"]'))
+    assert loads(text_of(spec, path), "kept") == spec
 
 
 def test_the_text_of_a_file_that_was_edited_meanwhile_is_what_was_read(path):

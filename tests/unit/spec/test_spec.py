@@ -19,6 +19,7 @@ from mgpu.errors import InputError, SpecError
 from mgpu.spec.expect import Expectation
 from mgpu.spec.load import load, loads
 from mgpu.spec.model import Checkpoint
+from mgpu.spec.text import wording
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -225,6 +226,16 @@ def test_arguments_and_variables_are_taken_literally(value):
         ("provider", "lcoal", "provider", "`lcoal` is not one of aws, hosts, kubernetes", "local"),
         ("train", "5", "train", "a block of keys is needed, not `5`", None),
         ("train", "{strategy: fdsp}", "train.strategy", "`fdsp` is not one of", "fsdp"),
+        ("sinks", "{webhook: {url: 5}}", "sinks.webhook.url", "YAML reads `5` as a number", None),
+        (
+            "sinks",
+            "{webhook: {url: hooks.slack.com/x}}",
+            "sinks.webhook.url",
+            "must be http(s)://..., or the name",
+            None,
+        ),
+        ("preflight", "y", "preflight", "yes or no is needed, not `y`", None),
+        ("train", "{ema: 1}", "train.ema", "must be less than 1, not `1`", None),
         (
             "train",
             "{task: lmm}",
@@ -328,6 +339,7 @@ def test_with_a_shell_a_command_may_be_a_script_or_one_line():
         ("[sh, -c, 'ls && pwd']", 'starts the shell itself: write `command: "ls && pwd"`'),
         ("[torchrun, train.py, --lr, '1']", 'write `command: "torchrun train.py --lr 1"`'),
         ("[-c, ls, pwd]", "one line is needed"),
+        ('" "', "is empty: name a script, or write one line of a shell"),
     ],
 )
 def test_what_is_no_script_for_a_shell_is_told_how_to_be_one(command, says):
@@ -644,10 +656,30 @@ def test_an_unknown_key_hides_nothing():
     assert fields(edited(DEMO, "train", "{stepps: 3, global_batch: 1}")) == ["train.stepps", "train.global_batch"]
 
 
+def test_what_keys_of_a_block_say_together_is_told_beside_a_key_that_is_unknown():
+    text = edited(edited(DEMO, "train", "{stepps: 3, strategy: deepspeed, optimizer: muon}"), "env", "{RANK: a}")
+    assert fields(text) == ["train.stepps", "train", "env.RANK"]
+
+
+def test_a_block_that_can_be_nothing_without_its_wrong_keys_hides_nothing_of_the_rest():
+    wrong = edited(DEMO, "env", "{RANK: a}") + "sinks: {webhook: {url: 5}, github: {}}\n"
+    assert fields(edited(wrong, "train", "{lr: -1, strategy: deepspeed, optimizer: muon}")) == [
+        "env.RANK", "sinks.github.token", "sinks.webhook.url", "train.lr",
+    ]  # fmt: skip
+
+
 def test_very_many_mistakes_are_counted():
     found = problems(DEMO + "".join(f"x{i}: 1\n" for i in range(1000)))
     assert len(found) == 51
     assert found[-1].message == "and 950 more problems from here on"
+
+
+def test_names_are_compared_for_what_may_be_shown_alone(monkeypatch):
+    """A flat file of 20,000 keys is refused at once."""
+    compared = list[object]()
+    monkeypatch.setattr(wording, "nearest_key", lambda at, _options: compared.append(at))
+    problems(DEMO + "".join(f"x{i}: 1\n" for i in range(2000)))
+    assert 50 <= len(compared) <= 500
 
 
 # --- YAML's own dangers
@@ -664,6 +696,7 @@ def test_very_many_mistakes_are_counted():
         ("a: [1,\nb: {", 2, "file", "not readable as YAML"),
         ("a: 1\n\tb: 2\n", 2, "file", "tab"),
         ("\ta: 1\n", 1, "file", "a tab?"),
+        ("name: x\nprovider:\u00a0local\nnodes: 1\n", 3, "file", "a no-break space in line 2?"),
         ("a: b: c\n", 1, "file", "not readable as YAML"),
         ("name: x\nx: \x07\n", 2, "file", "U+0007"),
         ("name: x\n# \u202e\n", 2, "file", "U+202E"),
@@ -694,6 +727,8 @@ def test_text_that_is_no_run_file(text, line, field, message):
         ("env: {!!python/name:os.system A: x}", "env", "a key has no tag"),
         ("env: &a {A: x}", "env", "`&a`: anchors"),
         ("env: *nothing", "env", "`*nothing`: aliases"),
+        ("<<: *nothing", "<<", "`*nothing`: aliases"),
+        ("env: {\u00a0A: b}", "env", "a no-break space (U+00A0) in a key"),
         ("env: {<<: *nothing}", "env.<<", "`*nothing`: aliases"),
         ("env: {? [a] : b}", "env", "a key is a plain word"),
         ('env: {A: "\\e]52;c;aGk=\\a"}', "env.A", "control character U+001B"),
@@ -926,6 +961,27 @@ def test_a_program_that_data_may_bring_is_not_looked_for_but_the_data_is(project
     ]
     source.mkdir()
     assert load(path).command == ("scripts/x.py",)
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "field", "says"),
+    [
+        ("{}", "['train.py" + " --rate 1e-4" * 30 + "']", "command", "write `command: [train.py, --rate"),
+        ("{}", f"[-m, {'a' * 300}.b]", None, ""),
+        ("{}", "[' ']", "command", "one name"),
+        (f"{{workdir: {'a' * 300}}}", "[train.py]", "code.workdir", "there is no folder"),
+        (f"{{requirements: {'a' * 300}}}", "[train.py]", "code.requirements", "there is no file"),
+    ],
+    ids=["command", "module", "blank", "workdir", "requirements"],
+)
+def test_what_is_too_long_for_a_files_name_is_no_file(project, code, command, field, says):
+    (project / "train.py").touch()
+    found = loaded(project, code, command)
+    assert [each[0].partition("[")[0] for each in found] == ([field] if field else []), found
+    path = project / "mgpu.yaml"
+    if field:
+        with pytest.raises(SpecError, match=re.escape(says)):
+            load(path)
 
 
 def test_files_are_looked_for_beside_the_run_file_not_in_the_current_folder(project, monkeypatch):

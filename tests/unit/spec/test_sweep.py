@@ -59,6 +59,26 @@ def test_what_takes_one_run_refuses_a_sweep_and_says_what_to_do(write):
     with pytest.raises(InputError, match="is a sweep of 4 runs") as refused:
         load(write("matrix: {train.lr: [0.1, 0.2], train.seed: [1, 2]}\n"))
     assert "--set train.lr=0.1 --set train.seed=1" in refused.value.next_step
+    with pytest.raises(InputError, match="is a sweep of 2 runs") as refused:
+        load(write('matrix: {env.SEED: ["1", "2"]}\n'))
+    assert "--set 'env.SEED=\"1\"'" in refused.value.next_step, "as a shell has to be given it"
+
+
+def test_mistakes_of_all_its_runs_are_told_at_once_each_in_its_line(write):
+    path = write("matrix:\n  train.lr: [0.1, -1]\n  train.steps:\n    - 5\n    - 010\n    - many\n")
+    with pytest.raises(SpecError) as refused:
+        sweep(path)
+    assert [(problem.path, problem.line, problem.field) for problem in refused.value.problems] == [
+        (str(path), 12, "matrix.train.steps[1]"),
+    ]
+    path = write("matrix:\n  train.lr: [0.1, -1]\n  train.steps:\n    - 5\n    - 0\n    - many\n")
+    with pytest.raises(SpecError) as refused:
+        sweep(path)
+    assert [(problem.path, problem.line, problem.field) for problem in refused.value.problems] == [
+        (str(path), 9, "train.lr"),
+        (str(path), 12, "train.steps"),
+        (str(path), 13, "train.steps"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +87,8 @@ def test_what_takes_one_run_refuses_a_sweep_and_says_what_to_do(write):
         ("matrix: 3", "matrix", ""),
         ("matrix: {train.lr: 0.1}", "matrix", ""),
         ("matrix: {train.lr: []}", "matrix", ""),
-        ("matrix: {train.lr: [[1]]}", "matrix", ""),
+        ("matrix: {train.lr: [[1]]}", "matrix.train.lr[0]", "one text, number, yes or no is needed"),
+        ("matrix: {train.lr: [{a: 1}]}", "matrix.train.lr[0]", "one text, number, yes or no is needed"),
         ('matrix: {"train.betas[0]": [1]}', "matrix", "no key of a run file"),
         ("matrix: {train.larning_rate: [1, 2]}", "train.larning_rate", ""),
         ("matrix: {train.lr: [0.1, fast]}", "train.lr", ""),
@@ -77,6 +98,6 @@ def test_what_takes_one_run_refuses_a_sweep_and_says_what_to_do(write):
 def test_what_cannot_be_a_sweep_is_refused_where_it_stands(write, matrix, field, words):
     with pytest.raises(SpecError) as refused:
         sweep(write(matrix + "\n"))
-    assert any(words in problem.message and problem.field.startswith(field) for problem in refused.value.problems), (
-        refused.value.problems
-    )
+    (problem,) = refused.value.problems
+    assert problem.field.startswith(field)
+    assert words in problem.message

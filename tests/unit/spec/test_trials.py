@@ -113,6 +113,13 @@ def test_tune_refuses_what_is_not_about_speed(tmp_path: Path, key: str):
         trials.tune(whole(file(tmp_path, f"matrix: {{{key}: [1, 2]}}\n")))
 
 
+def test_more_combinations_than_one_run_tries_are_refused(tmp_path: Path):
+    values = ", ".join(map(str, range(1, 18)))
+    wide = whole(file(tmp_path, f"matrix: {{train.threads: [{values}], train.loader_threads: [{values}]}}\n"))
+    with pytest.raises(InputError, match="289 trials"):
+        trials.tune(wide)
+
+
 def test_a_command_cannot_be_tried(tmp_path: Path):
     (tmp_path / "a.py").write_text("")
     text = TEXT.replace("train: {strategy: fsdp, global_batch: 32}   # ours", "command: [a.py]")
@@ -136,6 +143,13 @@ def test_the_fastest_is_written_where_it_belongs_and_all_else_stays(tmp_path: Pa
     path = file(tmp_path, text=TEXT.replace(FLOW, before))
     trials.write(path, {"micro_batch": 4, "compile": True, "strategy": "ddp"})
     assert path.read_text() == TEXT.replace(FLOW, after)
+
+
+def test_line_ends_stay_as_they_are(tmp_path: Path):
+    path = tmp_path / "mgpu.yaml"
+    path.write_bytes(TEXT.replace("\n", "\r\n").encode())
+    trials.write(path, {"strategy": "ddp"})
+    assert path.read_bytes().decode() == TEXT.replace("fsdp", "ddp").replace("\n", "\r\n")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def offers(account: Account, options: Options, needed: Requirements, *, now: Cal
         NoOffer: the on-demand price, which its machines cost, is not known.
         ProviderError: EC2 refused, or did not answer.
     """
-    for key, wrong in options.contradicts(needed):
+    # who takes either market, as `mgpu offers` does, has what there is
+    for key, wrong in options.contradicts(needed) if needed.market == "spot" else ():
         raise InputError(f"{key}: {wrong}", "", f"Mend `{key}` of the run file.")
     known = snapshots.current(options)
     catalog.require_known(known, needed, options)
@@ -78,8 +79,9 @@ def obstacle(found: lookup.Found, nodes: int, now: float) -> Obstacle | None:
         return Obstacle(reason=f"is {reserved.state}", cure=_ELSE)
     if reserved.free < nodes:
         reason = f"{reserved.free} of its {reserved.machines} machines are free, {nodes} needed"
-        cure = "or free them: `mgpu ls` shows yours; one that ends counts until it is gone"
-        return Obstacle(reason=reason, cure=f"Ask for at most {reserved.free} `nodes`, {cure}.")
+        fewer = f"Ask for at most {reserved.free} `nodes`, or free" if reserved.free else "Free"
+        cure = f"{fewer} machines: `mgpu ls` shows yours; one that ends counts until it is gone."
+        return Obstacle(reason=reason, cure=cure)
     least_s = max(_LEAST_S, boot_s(reserved.instance_type))
     if reserved.machines_end_at and reserved.machines_end_at - now < least_s:
         reason = f"AWS ends its machines from {utc(reserved.machines_end_at)} on: too soon for new ones"

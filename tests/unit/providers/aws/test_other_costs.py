@@ -109,6 +109,20 @@ def test_a_run_file_says_which_stores_it_uses_and_how_much_its_retention_keeps()
     assert rank.saves(found) == Saves(to="s3://bucket/runs", kept=7, made=144)
 
 
+@pytest.mark.parametrize(
+    ("every", "made"),
+    [
+        ("every_minutes: 1000", 2),  # of 24 h: one in between, and the last
+        ("every_minutes: 2000", 1),  # a run that succeeds has saved
+        ("every_minutes: 10, every_steps: 50", None),  # whichever comes first
+    ],
+)
+def test_how_many_checkpoints_are_made_counts_the_last_one_and_none_whose_time_nobody_knows(every, made):
+    found = rank.saves(spec(f"{{to: 's3://bucket/runs', {every}}}"))
+    assert found is not None
+    assert found.made == made
+
+
 def test_a_run_without_checkpoints_keeps_nothing():
     assert rank.saves(spec("none")) is None
     assert rank.requirements(spec("none")).stores == ()

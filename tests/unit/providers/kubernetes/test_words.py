@@ -154,6 +154,23 @@ def test_an_image_is_required_and_gpus_are_counted_once():
     assert "gpus_per_node: says how many of nvidia.com/gpu" in str(caught.value)
 
 
+def test_a_cluster_is_in_no_region_of_a_clouds():
+    """Its own name is none that `regions` takes: no offer would ever fit."""
+    text = RUN_FILE + f"image: {{reference: '{IMAGE}'}}\nregions: [us-east-1]\n"
+    with pytest.raises(SpecError) as caught:
+        loads(text, "f")
+    (problem,) = caught.value.problems
+    assert (problem.field, "leave it out" in problem.message) == ("regions", True)
+
+
+def test_a_wrong_block_says_nothing_of_the_files_that_its_nodes_see():
+    text = RUN_FILE.replace("checkpoint: none", "checkpoint: {to: 'file:///ckpt/runs'}")
+    block = "{same_paths: true, volumes: {/ckpt: c}, queue: q, node_pool: {instance_type: t}}"
+    with pytest.raises(SpecError) as caught:
+        loads(f"{text}image: {{reference: '{IMAGE}'}}\nkubernetes: {block}\n", "f")
+    assert [problem.field for problem in caught.value.problems] == ["kubernetes"]
+
+
 def test_files_of_this_machine_are_for_volumes_that_it_sees_at_the_same_paths():
     text = RUN_FILE.replace("checkpoint: none", "checkpoint: {to: 'file:///ckpt/runs'}")
     text += f"image: {{reference: '{IMAGE}'}}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -72,6 +73,27 @@ def test_a_type_of_gpus_in_a_partition_is_one_offer_with_what_its_smallest_node_
     assert sold.notes[0] == "main/32cpu-4xh100: 2 of 5 nodes are idle"
     asked = [findings.sbatch(SlurmOptions(), needed, each) for each in sold.offers]
     assert ["--gres=gpu:h100:4" in each for each in asked] == [True, False], "the offer that is taken says the type"
+
+
+def test_a_partition_that_is_none_is_named(monkeypatch):
+    said = ["partition|PartitionName=main MaxTime=UNLIMITED State=UP", "nodes|main|64|524288|gpu:h100:8|2|idle"]
+    monkeypatch.setattr(Login, "said", lambda *_, **__: said)
+    needed = Requirements(provider="slurm", gpus_per_node=8, max_price_usd_per_hour=1, max_hours=1)
+    answer = SlurmProvider({"login": "me@login", "partition": "mian"}).offers(needed)
+    assert (answer.offers, answer.notes) == ((), ("no partition mian is up; up: main",))
+    assert "no partition" not in str(SlurmProvider({"login": "me@login", "partition": "main"}).offers(needed).notes)
+
+
+@pytest.mark.parametrize("limit", ["00:10:00", "00:40:00", "01:40:00", "7-00:00:00"])
+def test_as_many_hours_as_a_partition_is_said_to_allow_are_allowed(monkeypatch, limit):
+    said = [f"partition|PartitionName=main MaxTime={limit} State=UP", "nodes|main|64|524288|(null)|2|idle"]
+    monkeypatch.setattr(Login, "said", lambda *_, **__: said)
+    needed = Requirements(provider="slurm", max_price_usd_per_hour=1, max_hours=1000)
+    (offer,) = SlurmProvider({"login": "me@login"}).offers(needed).offers
+    assert offer.obstacle is not None
+    hours = float(re.findall(r"`max_hours` to ([0-9.]+),", offer.obstacle.cure)[0])
+    (offer,) = SlurmProvider({"login": "me@login"}).offers(needed.model_copy(update={"max_hours": hours})).offers
+    assert offer.obstacle is None
 
 
 @pytest.mark.parametrize(
