@@ -301,7 +301,7 @@ def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]], notes
     what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}{where}, {needed.market}"
     if not refused:
         why = "\n".join(("It has nothing of this kind on sale.", *notes[:_SHOWN]))
-        return NoOffer(what, why, "Change `gpu`, `regions` or `provider`.")
+        return NoOffer(what, why, "Change `gpus_per_node`, `gpu`, `regions` or `provider`.")
     lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]
     if len(refused) > _SHOWN:
         lines.append(f"and {len(refused) - _SHOWN} more")

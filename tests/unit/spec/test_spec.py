@@ -656,7 +656,7 @@ def test_very_many_mistakes_are_counted():
 @pytest.mark.parametrize(
     ("text", "line", "field", "message"),
     [
-        ("", 1, "file", "empty"),
+        ("", 1, "file", "empty: remove it, and `mgpu init`"),  # which leaves alone what is there
         ("# only a comment\n", 1, "file", "empty"),
         ("- a\n- b\n", 1, "file", "block of keys"),
         ("just text", 1, "file", "block of keys"),
