@@ -234,6 +234,19 @@ def test_an_environment_that_was_made_by_half_is_made_anew(machine, lacks):
     assert any(call.startswith("uv venv --quiet --clear") for call in machine.calls())
 
 
+@pytest.mark.parametrize("by", [shutil.move, shutil.copytree])
+def test_a_checkout_that_was_moved_or_copied_gets_an_environment_of_its_own(machine, by):
+    """Its programs begin with the path of the folder that they were made in, and its .pth file names that one's code."""
+    machine.has_python().has_uv().set_up()
+    machine.calls()
+    elsewhere = machine.checkout.with_name("another checkout")
+    by(machine.checkout, elsewhere)
+    machine.checkout = elsewhere
+    assert machine.set_up().returncode == 0
+    assert any(call.startswith("uv venv --quiet --clear") for call in machine.calls())
+    assert machine.set_up().stderr == ""
+
+
 # ---- certificates
 
 
