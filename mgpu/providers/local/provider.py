@@ -37,8 +37,8 @@ _KILL_AFTER_S = 15.0  # a node process that has not ended by then is killed
 _START_S = 30.0  # for a node process to claim its instance, on a busy machine
 _SOURCE = "this machine's price list"
 _NO_GPUS = (
-    "Its nodes are processes without a GPU. `provider: hosts` takes machines that you can log in to, this one among them, "
-    "with their GPUs."
+    "Its nodes are processes without a GPU. `provider: hosts` takes machines that you can log in to, this one among "
+    "them, with their GPUs."
 )
 
 

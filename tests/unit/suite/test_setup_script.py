@@ -236,7 +236,7 @@ def test_an_environment_that_was_made_by_half_is_made_anew(machine, lacks):
 
 @pytest.mark.parametrize("by", [shutil.move, shutil.copytree])
 def test_a_checkout_that_was_moved_or_copied_gets_an_environment_of_its_own(machine, by):
-    """Its programs begin with the path of the folder that they were made in, and its .pth file names that one's code."""
+    """Its programs begin with the path of the folder that they were made in, its .pth file names that one's code."""
     machine.has_python().has_uv().set_up()
     machine.calls()
     elsewhere = machine.checkout.with_name("another checkout")
