@@ -7,10 +7,14 @@ cd "$(dirname "$0")/.."
 
 stamp=.venv/.mgpu-stamp
 
+synced() { [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
+
 sync() {
     here=$(pwd -P)
     wanted=$(printf '%s\n' "$here" && cksum uv.lock pyproject.toml train/pyproject.toml)
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x .venv/bin/python ]; then return; fi
+    if synced; then return; fi
+    lock .mgpu
+    if synced; then return; fi # another set-up has done it meanwhile
     python=$(find_python)
     sh scripts/uv.sh --version >/dev/null
     # an environment has the path of its folder in it: a copy would run the code of the checkout that it was copied from
