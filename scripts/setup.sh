@@ -7,14 +7,18 @@ cd "$(dirname "$0")/.."
 
 stamp=.venv/.mgpu-stamp
 
+synced() { [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
+
 sync() {
-    wanted=$(cksum uv.lock pyproject.toml train/pyproject.toml)
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x .venv/bin/python ]; then return; fi
+    here=$(pwd -P)
+    wanted=$(printf '%s\n' "$here" && cksum uv.lock pyproject.toml train/pyproject.toml)
+    if synced; then return; fi
+    lock .mgpu
+    if synced; then return; fi # another set-up has done it meanwhile
     python=$(find_python)
     sh scripts/uv.sh --version >/dev/null
-    # before anything changes: with the lock of before, what is changed by half would count as done
-    rm -f "$stamp"
-    if [ -x .venv/bin/python ] && [ -f .venv/pyvenv.cfg ]; then
+    # an environment has the path of its folder in it: a copy would run the code of the checkout that it was copied from
+    if [ -x .venv/bin/python ] && [ -f .venv/pyvenv.cfg ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$here" ]; then
         say "bringing .venv to what uv.lock says"
     else
         say "installing the Python packages of uv.lock into .venv: 5.5 GB on disk, nearly all of it PyTorch with CUDA"
@@ -22,6 +26,8 @@ sync() {
         try "The environment .venv could not be made." "Mend that, then do this again." "$PWD" \
             sh scripts/uv.sh venv --quiet --clear --python "$python" .venv
     fi
+    # before anything changes: with the lock of before, what is changed by half would count as done
+    printf '%s\n' "$here" >"$stamp"
     try "The Python packages could not be installed: 5.5 GB." \
         "Mend that, then do this again; it goes on where it stopped." "$PWD" sh scripts/uv.sh sync --quiet --frozen
     compile

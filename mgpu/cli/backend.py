@@ -33,7 +33,7 @@ def show(as_json: bool) -> None:
 
 @backend.command()
 @click.argument("url")
-@parameters.yes_option
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @parameters.json_option
 def move(url: str, yes: bool, as_json: bool) -> None:
     """Move all of this folder's backend to URL: a bucket and prefix that are empty, or a folder.

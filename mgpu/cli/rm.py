@@ -21,7 +21,7 @@ from mgpu.words import amount, count
 @click.option("--older-than-days", type=parameters.Number(min=0), help="Instead: runs that ended so many days ago.")
 @click.option("--keep-last", type=click.IntRange(min=0), help="Instead: all but the newest so many.")
 @click.option("--dry-run", is_flag=True, help="Only show which ones.")
-@parameters.yes_option
+@click.option("--yes", "-y", is_flag=True, help="Do not ask; what goes is still shown.")
 @parameters.json_option
 def rm(
     runs: tuple[str, ...],

@@ -167,7 +167,7 @@ def cron(every_s: float, needs: Needs) -> Caller:
         own={script.secrets: script.empty},
         begin=(Command(("crontab", "-"), _lines([*others, line.replace("%", "\\%")])),),
         end=(Command(("crontab", "-"), _lines(others)),),
-        by_hand=(*script.by_hand, f"tail -f {log}    what the passes said"),
+        by_hand=(*script.by_hand, f"tail -f {shlex.quote(str(log))}    what the passes said"),
     )
 
 

@@ -63,11 +63,15 @@ def every() -> All:
 
 def load(name: str) -> Schedule:
     """One schedule. Raises InputError: there is none, or it cannot be read; StackError."""
+    return _there(name).schedule
+
+
+def _there(name: str) -> Found:
     found = _find(name)
     if found is None:
         known = ", ".join(sorted(every().schedules)) or "none yet"
         raise InputError(f"no schedule `{name}`", f"Schedules: {known}.", "See `mgpu schedule ls`.")
-    return found.schedule
+    return found
 
 
 def add(schedule: Schedule) -> None:
@@ -102,16 +106,14 @@ def change(name: str, how: Callable[[Schedule, float], Schedule]) -> Schedule:
     somebody else is faster, of what that one has made of it.
 
     Raises:
-        InputError: it is not there any more.
+        InputError: there is none, or none any more.
         StackError: the backend does not answer, or others never stop writing.
     """
     ahead_s = 0.0
 
     def look() -> tuple[Schedule, str]:
         nonlocal ahead_s
-        found = _find(name)
-        if found is None:
-            raise InputError(f"no schedule `{name}` any more", "Somebody has removed it.", "See `mgpu schedule ls`.")
+        found = _there(name)
         ahead_s = found.ahead_s
         return found.schedule, found.version
 

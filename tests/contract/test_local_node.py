@@ -565,7 +565,9 @@ def test_more_nodes_than_the_machine_carries_are_refused(world: World):
 
 def test_there_are_no_gpus_and_no_other_regions(world: World):
     needed = world.request().requirements
-    assert world.provider.offers(needed.model_copy(update={"gpus_per_node": 1})).offers == ()
+    with_gpus = world.provider.offers(needed.model_copy(update={"gpus_per_node": 1}))
+    assert with_gpus.offers == ()
+    assert "`provider: hosts`" in with_gpus.notes[0]  # the plan tells it: where to go with the GPUs of this machine
     assert world.provider.offers(needed.model_copy(update={"regions": ("us-east-1",)})).offers == ()
     assert {offer.market for offer in world.provider.offers(needed).offers} == {"spot", "on-demand"}
 

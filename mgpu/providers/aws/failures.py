@@ -205,7 +205,7 @@ def _of_botocore(error: Exception, place: str, scope: Scope, *, create: bool) ->
 
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, (of.NoCredentialsError, of.PartialCredentialsError, of.ProfileNotFound)):
-        step = "Run `aws configure`, or set AWS_PROFILE or `aws: {profile: ...}`; `mgpu check aws` tells more."
+        step = "Run `aws configure`, or set AWS_PROFILE or `aws: {profile: ...}`."
         return AuthError(f"{place}: no credentials", why, step, scope="account")
     if isinstance(error, (of.CredentialRetrievalError, of.TokenRetrievalError, of.SSOError, of.LoginError)):
         return AuthError(f"{place}: the credentials cannot be read", why, _LOGIN, scope="account")

@@ -36,6 +36,10 @@ _NODES_PER_CORE = 8
 _KILL_AFTER_S = 15.0  # a node process that has not ended by then is killed
 _START_S = 30.0  # for a node process to claim its instance, on a busy machine
 _SOURCE = "this machine's price list"
+_NO_GPUS = (
+    "Its nodes are processes without a GPU. `provider: hosts` takes machines that you can log in to, this one among "
+    "them, with their GPUs."
+)
 
 
 class LocalProvider(Provider):
@@ -80,8 +84,9 @@ class LocalProvider(Provider):
 
     def offers(self, requirements: Requirements) -> Offers:
         """This machine's price list; it has no GPUs to offer and one region, `here`."""
-        elsewhere = requirements.regions and REGION not in requirements.regions
-        if requirements.gpus_per_node or requirements.gpu or elsewhere:
+        if requirements.gpus_per_node or requirements.gpu:
+            return Offers(offers=(), source=_SOURCE, notes=(_NO_GPUS,))
+        if requirements.regions and REGION not in requirements.regions:
             return Offers(offers=(), source=_SOURCE)
         stock = self._room()
         return Offers(offers=tuple(_offer(market, stock) for market in PRICES_USD_PER_HOUR), source=_SOURCE)

@@ -297,6 +297,9 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
             return Ended(False, why, left=True)
     # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
     final = [entry for entry in newest if record.attempt - entry.attempt <= record.recoveries]
+    if not final and newest:  # the agents vouch for what was saved: it was nothing, and would be nothing again
+        went_on = f"the program went on from step {newest[0].step} and ended without a newer checkpoint"
+        return Ended(False, f"{went_on}: nothing was left to do, or it did not save it", Fault.USER)
     if not final:
         return Ended(False, "no checkpoint of this attempt is in the commit log", Fault.INFRASTRUCTURE)
     if problems:

@@ -15,6 +15,7 @@ from mgpu.run.record.logs import times_of
 from mgpu.run.supervision import metrics
 from mgpu.run.supervision.background_calls import BackgroundCalls
 from mgpu.run.supervision.health import NodeView
+from mgpu.run.supervision.held_up import HeldUp
 from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
 from mgpu.run.supervision.remote_tail import RemoteTail, untold
 
@@ -45,6 +46,7 @@ class FleetMonitor:
     ) -> None:
         self._session, self._provider, self._handle = session, provider, handle
         self._clock, self._wall = clock, wall
+        self.emit = HeldUp(session.emit, clock)
         self.calls = BackgroundCalls()  # of this supervisor; it begins them in its passes
         self._told: set[str] = set()
         self._silent: set[int] = set()  # ranks that were told not to answer
@@ -86,13 +88,13 @@ class FleetMonitor:
         self._tell_of_links()
 
     def views(self) -> tuple[NodeView, ...]:
-        """What the verdict is made of."""
-        now = self._clock()
+        """What the verdict is made of. While this process is held up it hears nobody; from then on silence counts."""
+        now, heard = self._clock(), self.emit.until
         return tuple(
             NodeView(
                 monitor.rank,
                 monitor.status,
-                now - monitor.seen,
+                now - max(monitor.seen, heard),
                 monitor.rank in self.gone,
                 monitor.dead,
                 self.gone.get(monitor.rank, ""),

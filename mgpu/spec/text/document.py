@@ -146,7 +146,7 @@ class _Reader:
         next(self.events)  # the stream's start
         event = next(self.events)
         if isinstance(event, yaml.StreamEndEvent):
-            return self.document.problem((), "empty: `mgpu init` writes a run file to start from")
+            return self.document.problem((), "empty: remove it, and `mgpu init` writes one to start from")
         self.document.data = self.node(next(self.events), ())
         next(self.events)  # the document's end
         event = next(self.events)

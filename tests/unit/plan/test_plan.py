@@ -324,6 +324,7 @@ def test_nothing_on_sale_is_said_so_with_the_regions_that_were_asked_for():
     assert "nothing of this kind on sale" in error.why
     asked = "2 machines with 8 GPUs each in mars, spot-then-on-demand"
     assert error.what == f"no offer of provider p meets the run file: {asked}"
+    assert "`gpus_per_node`" in error.next_step
 
 
 def test_with_nothing_on_sale_what_could_not_be_told_is_told():

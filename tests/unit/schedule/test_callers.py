@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -139,6 +140,12 @@ def test_a_crontab_keeps_each_byte_whatever_its_encoding(user: Path, line: bytes
     assert (user / "tab").read_bytes().startswith(before + b"*/5 ")
     assert mgpu("schedule", "uninstall", "--cron").return_value == 0
     assert (user / "tab").read_bytes() == before
+
+
+def test_the_command_that_shows_the_log_of_passes_can_be_pasted(user: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(user / "my state"))
+    told = callers.cron(300, callers.Needs()).by_hand[-1]
+    assert shlex.split(told)[2] == str(user / "my state" / "mgpu" / "mgpu-reconcile.log")
 
 
 @pytest.mark.parametrize("way", ["cron", "systemd", "github", "gitlab"])

@@ -766,6 +766,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert "no schedules" in mgpu("schedule", "ls").stdout
     with pytest.raises(InputError, match="no schedule `it`"):
         kept.load("it")
+    for what in ("pause", "resume", "run-now"):  # most often the name is wrong, and nobody has removed anything
+        assert "Schedules: none yet" in str(mgpu("schedule", what, "it").exception)
 
 
 def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):

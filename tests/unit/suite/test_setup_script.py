@@ -3,6 +3,7 @@ cannot, and that nothing half made counts as done."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -232,6 +233,36 @@ def test_an_environment_that_was_made_by_half_is_made_anew(machine, lacks):
     machine.calls()
     assert machine.set_up().returncode == 0
     assert any(call.startswith("uv venv --quiet --clear") for call in machine.calls())
+
+
+def test_of_two_set_ups_of_a_checkout_at_once_the_second_waits_and_has_nothing_to_do(machine):
+    """`make demo` and `make test` in two terminals: the second would clear away what the first is installing."""
+    machine.has_python().has_uv().set_up()
+    machine.calls()
+    stamp, folder = machine.checkout / ".venv" / ".mgpu-stamp", machine.checkout / ".mgpu"
+    done = stamp.read_text()
+    stamp.write_text(done.splitlines()[0] + "\n")  # as the first one has it while it installs
+    with (folder / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with subprocess.Popen(**machine.command("setup.sh"), stderr=subprocess.PIPE, text=True) as second:
+            assert "waiting for another set-up" in second.stderr.readline()
+            stamp.write_text(done)
+            fcntl.flock(held, fcntl.LOCK_UN)
+            assert second.wait(60) == 0
+    assert machine.calls() == ["venv-python -m mgpu.iac.engine.install --project ."]
+
+
+@pytest.mark.parametrize("by", [shutil.move, shutil.copytree])
+def test_a_checkout_that_was_moved_or_copied_gets_an_environment_of_its_own(machine, by):
+    """Its programs begin with the path of the folder that they were made in, its .pth file names that one's code."""
+    machine.has_python().has_uv().set_up()
+    machine.calls()
+    elsewhere = machine.checkout.with_name("another checkout")
+    by(machine.checkout, elsewhere)
+    machine.checkout = elsewhere
+    assert machine.set_up().returncode == 0
+    assert any(call.startswith("uv venv --quiet --clear") for call in machine.calls())
+    assert machine.set_up().stderr == ""
 
 
 # ---- certificates

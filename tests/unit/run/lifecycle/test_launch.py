@@ -684,9 +684,10 @@ def test_success_without_a_checkpoint_of_this_attempt_is_a_failure(project):
 def test_an_older_attempts_checkpoint_is_not_this_ones(project):
     project.launch()
     project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
-    outcome = project.launch(resume=record.load("last"))
+    outcome = project.launch("recovery: {attempts: 5}\n", resume=record.load("last"))
     assert outcome.exit_code == 6
-    assert "no checkpoint of this attempt" in str(outcome.error)
+    assert "went on from step 10 and ended without a newer checkpoint" in str(outcome.error)
+    assert outcome.record.attempt == 2  # and is not tried again: it would have nothing to do once more
     # but it is there to go on from, and `mgpu status` says so
     assert outcome.record.checkpoint_id == "a001-step-10"
 

@@ -387,6 +387,29 @@ def test_a_node_that_hangs_holds_up_nothing_but_itself(watch):
     assert stuck.calls < 5, "a look that is under way is not started again"
 
 
+def test_a_terminal_that_is_halted_makes_no_node_silent(watch):
+    """What a node prints is shown by whoever looks at it: he waits for the terminal, not for the node."""
+    free = threading.Event()
+    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
+    watch.session = watch.new_session()
+    watch.session.emit = lambda event: free.wait() if isinstance(event, LogChunk) else None
+    watch.at(3, lambda: watch.world.nodes[0].prints(b"step 7\n")).at(40, free.set)
+    assert watch.done_at(41).run().succeeded
+    assert watch.stops == [0, 0]
+
+
+def test_a_terminal_that_halts_the_supervisor_itself_makes_no_node_silent(watch):
+    def emit(event):
+        watch.now += 100 * isinstance(event, CheckpointCommitted)
+
+    watch.session.emit = emit
+    committed = CheckpointStatus(committed_step=7, committed_id="a001-step-7")
+    watch.at(3, lambda: watch.world.nodes[0].says(Phase.TRAINING, checkpoint=committed))
+    assert watch.done_at(110).run().succeeded
+    assert watch.stops == [0, 0]
+    assert watch.session.emit is emit
+
+
 def test_a_provider_that_hangs_holds_up_nothing(watch):
     watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
     watch.session = watch.new_session()
