@@ -11,11 +11,12 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 - all that are new or were changed, which includes every point whose name a list of known ones lacks.
 
 Slow tests are points, too, although each says something different: a third of all tests takes nearly all of the time.
-`slow.txt` names them, and slow fixtures that tests of a file share: all who share one are a single point, for one of
-them takes as long as all. A change of a test's file draws it, and a change of what SERVES names draws all that serves
-it. Else an eighth of each folder is drawn, and an eighth of all whole stories, which stand for no folder of the code
-alone. A test that the list lacks is run; `make test-all` writes the list anew. Run always are those of ALWAYS and of
-`sole.txt`: they alone pass lines and branches of which something would be missed most days. `make coverage` writes it.
+`slow.txt` names them, and fixtures that take longer than all tests of a file that share them: those tests are a single
+point, for one of them takes as long as all. A change of a test's file draws it, and a change of what SERVES names draws
+all that serves it. Else an eighth of each folder is drawn, and an eighth of all whole stories, which stand for no
+folder of the code alone. A test that the list lacks is run; `make test-all` writes the list anew. Run always are those
+of ALWAYS and of `sole.txt`: they alone pass lines and branches of which something would be missed most days. `make
+coverage` writes it.
 
 The number is the commit's place in the history, counted along first parents: it goes up by one from commit to commit,
 which no hash does. Where the history is cut off the commit's hash is taken, without git the hash of the sources; such

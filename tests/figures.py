@@ -107,12 +107,16 @@ class Figures:
             cache.set(ALONE, known(self._config, ALONE) | self._alone())
 
     def _alone(self) -> dict[str, float]:
-        alone = dict[str, float]()
-        for test, seconds in self._seconds.items():
-            shared = self._shared.get(test, {})
-            alone |= {name: round(took, 2) for name, took in shared.items()}
-            alone[test] = round(seconds - self._first[test] + sum(shared.values()), 2)
-        return alone
+        """By test, and by a fixture that takes longer than all tests do that share it: these are drawn together."""
+        own = {test: seconds - self._first[test] for test, seconds in self._seconds.items()}
+        made, of_those = dict[str, float](), defaultdict[str, float](float)
+        for test, shared in self._shared.items():
+            made |= shared
+            for name in shared:
+                of_those[name] += own[test]
+        alone = {name: seconds for name, seconds in made.items() if seconds > of_those[name]}
+        alone |= {test: seconds + sum(self._shared.get(test, {}).values()) for test, seconds in own.items()}
+        return {name: round(seconds, 2) for name, seconds in alone.items()}
 
     def _list_slow(self) -> str:
         """After a run of everything, and only then: a test that was not run would be missing from the list."""

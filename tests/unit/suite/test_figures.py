@@ -71,9 +71,9 @@ def test_alone_a_test_takes_what_others_of_its_file_share_with_it_as_well(figure
     figures(f"{file}::test_a", 5.0, 1.0, made=(4.0, True))  # its set-up, in which `made` was made
     figures(f"{file}::test_a", 0.5, 1.0, made=(4.0, False))  # its call
     figures(f"{file}::test_b", 0.5, 1.0, made=(4.0, False))
-    figures(f"{file}::test_c", 0.5, 1.0)
+    figures(f"{file}::test_c", 9.0, 1.0, quick=(0.5, True))  # set-ups that weigh less than the tests are not the point
     figures.adds.pytest_sessionfinish()
-    took = {"made": 4.0, "test_a": 5.5, "test_b": 4.5, "test_c": 0.5}
+    took = {"made": 4.0, "test_a": 5.5, "test_b": 4.5, "test_c": 9.0}
     assert figures.kept[ALONE] == {f"{file}::{name}": seconds for name, seconds in took.items()}
     assert figures.kept[KEPT][f"{file}::test_b"] == 0.5, "side by side they take as long as they took"
 
