@@ -28,7 +28,7 @@ from mgpu.providers.aws import names
 
 ROOM_GIB = 40
 DATA_MIB = 4096
-BUILT_S = 240.0  # for a run whose image has to be built first
+BUILT_S = 600.0  # for a run whose image has to be built first
 PROGRAMS = ("dockerd", "docker", "containerd", "runc", "docker-registry")
 # the operator's engine: its builds reach the fake's network, and nothing else
 BRIDGE = ("--bip=192.168.77.1/24", "--iptables=false", "--ip6tables=false", "--ip-masq=false")

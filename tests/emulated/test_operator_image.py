@@ -33,7 +33,7 @@ from mgpu.iac.engine.install import find_engine
 from mgpu.iac.engine.sources import FILES
 from mgpu.image.build import shipped
 
-BASE, IMAGE, PASS_S = "operator-base:1", "operator:1", 240
+BASE, IMAGE, PASS_S = "operator-base:1", "operator:1", 600
 
 
 @pytest.fixture(scope="module")

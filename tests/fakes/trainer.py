@@ -19,7 +19,7 @@ _SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 BASE = "trainer-base:1"
 # Debian's base has Python 3.11; torch is not built in, which would be 5 GB, but mounted where the image has its place
 ARGS = {"BASE": BASE, "PYTHON_VERSION": "3.11", "TORCH": "", "CUDA": "", "CUDA_COMPAT": ""}
-BUILD_S = 240
+BUILD_S = 600
 
 
 @dataclass(frozen=True)
