@@ -330,7 +330,7 @@ def test_a_service_that_is_not_there_holds_nothing_up(told, service):
     ("block", "words"),
     [
         ("  webhook: {url: NO_SUCH_VARIABLE}\n", "NO_SUCH_VARIABLE is not set here"),
-        ("  webhook: {url: 'ftp://x'}\n", "`url` is no address"),
+        ("  webhook: {url: HOME}\n", "`url` is no address"),
         ("  webhook: {url: 'https://x', secret: NO_SUCH_VARIABLE}\n", "NO_SUCH_VARIABLE is not set here"),
         ("  command: {run: ['true'], secrets: [NO_SUCH_VARIABLE]}\n", "NO_SUCH_VARIABLE is not set here"),
         ("  apprise: {urls: [NO_SUCH_VARIABLE]}\n", "NO_SUCH_VARIABLE is not set here"),

@@ -792,7 +792,7 @@ def test_a_sweep_is_queued_as_many_runs_and_begun_with_as_many_as_may_be_at_work
     assert [(each["run_id"], each["waits_for"]) for each in shown["queued"]] == [
         (third, "its sweep, which has 2 runs at a time")
     ]
-    assert "SEED: '3'" in Folder(third).run_file.read_text()
+    assert 'SEED: "3"' in Folder(third).run_file.read_text(encoding="utf-8")
 
 
 def test_a_sweep_that_fails_at_one_run_names_those_that_are_queued(nights, monkeypatch):
