@@ -189,11 +189,11 @@ def test_a_supervisor_that_takes_over_keeps_the_fleet_that_was_made(project, clo
 
 
 def test_any_is_whoever_is_set_up_and_whom_the_run_file_suits(project, clouds):
-    """Kubernetes needs an image, which this run file does not name."""
+    """Kubernetes needs an image and hosts their addresses, which this run file does not name."""
     clouds["slurm"].is_configured = False
     spec = project.spec().model_copy(update={"providers": ("any",)})
     assert "kubernetes" in spec.candidates
-    assert set(on_sale.sellers(spec)) == {"aws", "hosts"}, "the fake is any of them but slurm"
+    assert set(on_sale.sellers(spec)) == {"aws"}, "the fake is any of them but slurm"
 
 
 def test_nobody_gets_rights_in_the_store_before_it_has_the_machines(project, clouds):
