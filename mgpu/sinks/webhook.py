@@ -27,7 +27,7 @@ VERSION = 1
 
 
 def _address_or_name(text: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/]\S*|[A-Za-z_]\w*", text, re.ASCII):
+    if not re.fullmatch(r"(?i:https?)://[^\s/]\S*|[A-Za-z_]\w*", text, re.ASCII):
         raise ValueError("must be http(s)://..., or the name of the environment variable that holds it")
     return text
 

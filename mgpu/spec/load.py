@@ -87,7 +87,7 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
     for change in changes:
         change.make(document)
     axes = _axes(document, {change.at for change in changes})
-    if document.problems or not axes:
+    if not axes:
         return [({}, _checked(document, path.parent))]
     runs, wrong = list[tuple[dict[str, str], RunSpec]](), dict[str, Problem]()
     for values in product(*axes):
@@ -96,8 +96,8 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
             value.make(each)
         try:
             spec = _checked(each, path.parent)
-        except SpecError as error:
-            wrong |= {str(problem): problem for problem in error.problems}
+        except SpecError:
+            wrong |= {str(problem): problem for problem in each.problems}
         else:
             runs.append(({".".join(map(str, value.at)): value.value for value in values}, spec))
     if wrong:
@@ -115,9 +115,12 @@ def _axes(document: Document, given: set[Where]) -> list[list[Change]]:
     for key, values in block.items():
         axis = list[Change]()
         for number, value in enumerate(values):
+            if ("matrix", key, number) in document.bad:
+                continue
             line, plain, origin = document.mark(("matrix", key, number))
+            said = json.dumps(value, ensure_ascii=False) if plain is None else plain
             try:
-                change = Change.of("--set", f"{key}={json.dumps(value) if plain is None else plain}")
+                change = Change.of("--set", f"{key}={said}")
                 axis.append(replace(change, option=origin, line=line))
             except ValueError as error:
                 document.problem(("matrix", key), str(error))
@@ -126,6 +129,7 @@ def _axes(document: Document, given: set[Where]) -> list[list[Change]]:
             axes.append(axis)
     if prod(map(len, axes)) > _MAX_RUNS:
         document.problem(("matrix",), f"it makes {prod(map(len, axes))} runs; {_MAX_RUNS} at most")
+        axes = [axis[:1] for axis in axes]  # what is wrong besides shows in one of them
     del document.data["matrix"]
     return axes
 
@@ -245,6 +249,7 @@ def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
                 aside = aside[:-1]
             if not unknown:
                 told |= {*_and_above(at)}
+            if not unknown or aside != at:  # with its whole list
                 set_aside.add(aside)
             dropped.add(aside)
             _drop(document.data, aside)
@@ -336,8 +341,8 @@ def _program(spec: RunSpec, words: tuple[str, ...], workdir: Path) -> Iterator[M
     elif _seen(path.is_symlink) and not path.exists():
         yield Mistake(at, f"{path} is a link to nothing", reads)
     elif not _seen(path.exists):
-        if not spec.data and not (spec.setup and not path.parent.is_dir()):  # from which it may come, too
-            yield _no_program(words, workdir, *reads)
+        if not spec.data and not (spec.setup and not _seen(path.parent.is_dir)):  # from which it may come, too
+            yield _no_program(words, workdir, *reads, ("data",), ("setup",))
     elif spec.shell:
         if not path.is_file():
             yield Mistake(at, f"{path} is not a file: name a script", reads)

@@ -111,7 +111,7 @@ def _changed(text: str, changes: dict[str, Any]) -> str:
         if (old := there.get(key)) is not None:
             edits.append((old.start_mark.index, old.end_mark.index, words({"": value})[2:]))
         else:
-            end = ", " if train.flow_style else "\n" + " " * first.column
+            end = ", " if train.flow_style else ("\r\n" if "\r\n" in text else "\n") + " " * first.column
             edits.append((first.index, first.index, f"{words({key: value})}{end}"))
     for begin, end, new in sorted(edits, key=lambda edit: edit[0], reverse=True):
         text = text[:begin] + new + text[end:]

@@ -138,9 +138,10 @@ def _at_most(plan: Plan, budget: Budget, beside: float) -> str:
     if budget.left >= plan.max_cost_usd + beside * plan.hours:
         return f"at most {cents(plan.max_cost_usd)} until the hard cap of {plan.hours:.4g} h"
     usd_per_hour = plan.best.billed_at_most * plan.requirements.nodes + beside
-    # the first offer may cost nothing by the hour, where another one does
-    lasts = f", which pays for {duration(budget.left / usd_per_hour * 3600)} of them" if usd_per_hour else ""
-    return f"at most {budget}{lasts}"
+    # the first offer may cost little or nothing by the hour, where another one does not
+    lasts = budget.left / usd_per_hour if usd_per_hour else math.inf
+    pays = f", which pays for {duration(lasts * 3600)} of them" if lasts < plan.hours else ""
+    return f"at most {budget}{pays}"
 
 
 def require_paid(plan: Plan, budget: Budget, costs: Iterable[Cost] = ()) -> None:

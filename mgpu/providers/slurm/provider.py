@@ -123,7 +123,7 @@ class SlurmProvider(Provider):
         name, limit_s = partition["PartitionName"], findings.limit_s(partition)
         obstacle = None
         if limit_s < needed.max_hours * 3600:
-            hours = f"{limit_s * 1000 // 3600 / 1000:g}"  # rounded up, it would be refused again
+            hours = f"{limit_s * 1000 // 3600 / 1000:.10g}"  # rounded up, it would be refused again
             why = f"partition {name} lets no job run longer than {hours} h"
             obstacle = Obstacle(reason=why, cure=f"Lower `max_hours` to {hours}, or take another partition.")
         shape = f"{cpus}cpu" + (f"-{count}x{gpu or 'gpu'}" if count else "")

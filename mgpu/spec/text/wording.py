@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -37,10 +38,10 @@ def _keys_in(at: Where) -> int:
     for place, part in enumerate(at):
         if isinstance(part, str):
             info = _fields(block).get(part) if block else None
-            if info is None:
-                break  # an unknown key, or one of a mapping's
+            if info is None or _has_keys(info.annotation):
+                break  # an unknown key, or names of the user's behind it
             block = _model_in(info.annotation)
-            if block is None and not _has_keys(info.annotation):
+            if block is None:
                 return place + 1 + sum(isinstance(each, int) for each in at[place + 1 : place + 2])
     return len(at)
 
@@ -89,6 +90,7 @@ def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
     return command.as_list(given)
 
 
+@lru_cache(maxsize=_LOOKED_UP)  # the runs of a sweep have the same ones
 def nearest_key(at: Where, options: type[BaseModel] | None = None) -> str | None:
     """The valid key that an unknown one is nearest to: in its block, else the same name in another block."""
     key = str(at[-1]).lower().replace("-", "_")[:64]

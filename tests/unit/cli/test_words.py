@@ -222,8 +222,11 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
         agreement.require_paid(moves, Budget(1))
 
 
-def test_a_budget_beside_a_first_offer_that_costs_nothing_is_told_without_a_time(capsys):
-    own = Offer(provider="hosts", instance_type="m", market="on-demand", price_usd_per_hour=0, region="r", fetched_at=1)
+@pytest.mark.parametrize("usd", [0, 0.1])
+def test_a_budget_that_the_first_offer_cannot_spend_is_told_without_a_time(capsys, usd):
+    own = Offer(
+        provider="hosts", instance_type="m", market="on-demand", price_usd_per_hour=usd, region="r", fetched_at=1
+    )
     rented = own.model_copy(update={"provider": "aws", "price_usd_per_hour": 30.0})
     needed = Requirements(provider="hosts", max_price_usd_per_hour=40, max_hours=10)
     agreement.show_plan(Console(), Plan(requirements=needed, offers=(own, rented)), budget=Budget(10))

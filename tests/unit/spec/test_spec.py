@@ -653,6 +653,11 @@ def test_nothing_is_concluded_from_a_key_that_is_wrong():
     assert fields(edited(DEMO, "train", "7")) == ["train"]
 
 
+@pytest.mark.parametrize("url", ["HTTPS://example.com/x", "http://example.com", "HOOK_URL"])
+def test_a_webhook_is_an_address_or_a_variable(url):
+    assert loads(DEMO + f"sinks: {{webhook: {{url: '{url}'}}}}\n", "f").sinks.webhook.url == url
+
+
 def test_an_unknown_key_hides_nothing():
     assert fields(edited(DEMO, "train", "{stepps: 3, global_batch: 1}")) == ["train.stepps", "train.global_batch"]
 
@@ -985,6 +990,21 @@ def test_what_is_too_long_for_a_files_name_is_no_file(project, code, command, fi
             load(path)
 
 
+def test_what_is_too_long_for_a_folders_name_may_be_made_by_the_set_up(project):
+    path = project / "mgpu.yaml"
+    path.write_text(edited(OWN, "command", f"[{'a' * 300}/x.py]") + "setup: make\n")
+    assert load(path).setup
+
+
+def test_no_program_is_missed_that_wrong_data_may_bring(project):
+    path = project / "mgpu.yaml"
+    data = "data: [{from: 's3://bucket/code', to: scripts, unpak: true}]\n"
+    path.write_text(edited(OWN, "command", "[scripts/x.py]") + data)
+    with pytest.raises(SpecError) as caught:
+        load(path)
+    assert [problem.field for problem in caught.value.problems] == ["data[0].unpak"]
+
+
 def test_files_are_looked_for_beside_the_run_file_not_in_the_current_folder(project, monkeypatch):
     monkeypatch.chdir("/")
     assert loaded(project, "{workdir: src}") == []
@@ -1021,6 +1041,7 @@ def test_without_libyaml_the_answers_are_the_same(monkeypatch):
     [
         ("{bleu: {}}", "expect.bleu", "says nothing: `max`, `min` or `median_of` is needed"),
         ("{bleu: 3}", "expect.bleu", "a block of keys is needed, not `3`"),
+        ("{min: {max: high}}", "expect.min.max", "a number is needed, not `high`"),
         ("{bleu: {max: high}}", "expect.bleu.max", "a number is needed, not `high`"),
         ("{bleu: {max: 1, min: 2}}", "expect.bleu.max", "1 is less than `min`, 2"),
         ("{bleu: {max: 1, better: lower}}", "expect.bleu.better", "is for `median_of`"),

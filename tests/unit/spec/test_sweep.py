@@ -8,6 +8,7 @@ import pytest
 
 from mgpu.errors import InputError, SpecError
 from mgpu.spec.load import load, loads, sweep, text_of
+from mgpu.spec.text import wording
 from mgpu.spec.text.change import Change
 
 BASE = """\
@@ -69,7 +70,9 @@ def test_mistakes_of_all_its_runs_are_told_at_once_each_in_its_line(write):
     with pytest.raises(SpecError) as refused:
         sweep(path)
     assert [(problem.path, problem.line, problem.field) for problem in refused.value.problems] == [
+        (str(path), 9, "train.lr"),
         (str(path), 12, "matrix.train.steps[1]"),
+        (str(path), 13, "train.steps"),
     ]
     path = write("matrix:\n  train.lr: [0.1, -1]\n  train.steps:\n    - 5\n    - 0\n    - many\n")
     with pytest.raises(SpecError) as refused:
@@ -79,6 +82,41 @@ def test_mistakes_of_all_its_runs_are_told_at_once_each_in_its_line(write):
         (str(path), 12, "train.steps"),
         (str(path), 13, "train.steps"),
     ]
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    ["{max_hours: [1, 2]}", f"{{max_hours: [1, 2], train.seed: {[*range(200)]}}}"],
+    ids=["a sweep", "too many runs"],
+)
+def test_a_key_that_the_matrix_gives_is_not_missing_where_something_else_is_wrong(write, matrix):
+    path = write(f"env:\nmatrix: {matrix}\n")
+    path.write_text(path.read_text().replace("max_hours: 1\n", ""))
+    with pytest.raises(SpecError) as refused:
+        sweep(path)
+    assert "env" in (fields := [problem.field for problem in refused.value.problems])
+    assert "max_hours" not in fields
+
+
+def test_very_many_mistakes_beside_a_matrix_are_counted_once(write):
+    with pytest.raises(SpecError) as refused:
+        sweep(write("matrix: {train.lr: [0.1, 0.2]}\n" + "".join(f"x{i}: 1\n" for i in range(60))))
+    assert refused.value.problems[-1].message == "and 10 more problems from here on"
+
+
+def test_names_are_compared_once_for_all_runs_of_a_sweep(write, monkeypatch):
+    compared = list[str]()
+    monkeypatch.setattr(wording, "get_close_matches", lambda key, *_: compared.append(key) or [])
+    wording.nearest_key.cache_clear()
+    with pytest.raises(SpecError):
+        sweep(write("matrix: {train.lr: [0.1, 0.2, 0.3]}\nunlike_all: 1\n"))
+    wording.nearest_key.cache_clear()
+    assert compared == ["unlike_all"]
+
+
+def test_text_beyond_the_letters_of_json_is_a_value(write):
+    runs = sweep(write('matrix: {env.A: ["\U0001f600", b]}\n'))
+    assert [spec.env["A"] for _, spec in runs] == ["\U0001f600", "b"]
 
 
 @pytest.mark.parametrize(

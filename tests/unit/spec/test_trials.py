@@ -150,6 +150,9 @@ def test_line_ends_stay_as_they_are(tmp_path: Path):
     path.write_bytes(TEXT.replace("\n", "\r\n").encode())
     trials.write(path, {"strategy": "ddp"})
     assert path.read_bytes().decode() == TEXT.replace("fsdp", "ddp").replace("\n", "\r\n")
+    path.write_bytes(TEXT.replace(FLOW, BLOCK).replace("\n", "\r\n").encode())
+    trials.write(path, {"micro_batch": 4})
+    assert b"train:\r\n  micro_batch: 4\r\n  global_batch: 32\r\n" in path.read_bytes()
 
 
 @pytest.mark.parametrize(

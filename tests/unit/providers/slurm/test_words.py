@@ -84,11 +84,11 @@ def test_a_partition_that_is_none_is_named(monkeypatch):
     assert "no partition" not in str(SlurmProvider({"login": "me@login", "partition": "main"}).offers(needed).notes)
 
 
-@pytest.mark.parametrize("limit", ["00:10:00", "00:40:00", "01:40:00", "7-00:00:00"])
+@pytest.mark.parametrize("limit", ["00:10:00", "00:40:00", "01:40:00", "7-00:00:00", "51-10:34:02"])
 def test_as_many_hours_as_a_partition_is_said_to_allow_are_allowed(monkeypatch, limit):
     said = [f"partition|PartitionName=main MaxTime={limit} State=UP", "nodes|main|64|524288|(null)|2|idle"]
     monkeypatch.setattr(Login, "said", lambda *_, **__: said)
-    needed = Requirements(provider="slurm", max_price_usd_per_hour=1, max_hours=1000)
+    needed = Requirements(provider="slurm", max_price_usd_per_hour=1, max_hours=1440)
     (offer,) = SlurmProvider({"login": "me@login"}).offers(needed).offers
     assert offer.obstacle is not None
     hours = float(re.findall(r"`max_hours` to ([0-9.]+),", offer.obstacle.cure)[0])
