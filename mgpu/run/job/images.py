@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mgpu_train.config import Trial
 from mgpu_train.tasks import extras
 
 from mgpu.acquire import fit
@@ -200,7 +201,9 @@ def _require_extras(spec: RunSpec, image: ImageSpec, base: Path) -> None:
     if said is None:  # an older copy of the user's
         return
     there = tuple(said.split())
-    if lacking := extras.lacking(spec.train, there):
+    tries = spec.trials.tries if spec.trials else (Trial(name="all of it"),)
+    trainings = (spec.train.model_copy(update=each.train) for each in tries if not each.refused)
+    if lacking := {extra: key for train in trainings for extra, key in extras.lacking(train, there).items()}:
         extra, key = next(iter(lacking.items()))
         why = f"It is built with {', '.join(there) or 'none'} of mgpu-train's extras, and {key} needs `{extra}`."
         cure = f"Write `image: {{args: {{EXTRAS: {json.dumps(' '.join((*there, *lacking)))}}}}}`."
