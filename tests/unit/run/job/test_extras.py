@@ -85,6 +85,17 @@ def test_what_the_image_lacks_is_missed_with_its_cure(tmp_path, train, needed):
         assert missed(tmp_path, train, f"EXTRAS: '{' '.join(needed[1:])}'")
 
 
+def test_a_name_that_the_image_cannot_be_built_with_is_told_with_those_that_it_can(tmp_path):
+    """The build would say so, minutes later; no cure repeats it."""
+    said = missed(tmp_path, f"{HF}}}", "EXTRAS: 'hf, torchao'")
+    assert "`hf,`" in said
+    assert "spaces between them: deepspeed, hf, recommender, timm, torchao, vision" in said
+    own = shipped.copy_to(tmp_path) / "extras" / "mine.lock"
+    assert missed(tmp_path, "steps: 3", "EXTRAS: mine2")
+    own.touch()
+    assert not missed(tmp_path, "steps: 3", "EXTRAS: mine")
+
+
 def test_weights_are_read_by_what_another_extra_brings_too(tmp_path):
     weights = "task: vision, options: {data: images, weights: /data/r18.safetensors}"
     assert not missed(tmp_path, weights, "EXTRAS: hf")
