@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mgpu_train.config import Trial
 from mgpu_train.tasks import extras
 
 from mgpu.acquire import fit
@@ -193,18 +194,29 @@ def _named(image: ImageSpec, base: Path) -> bases.Named:
 def _require_extras(spec: RunSpec, image: ImageSpec, base: Path) -> None:
     """The trainer's image has what its Dockerfile says. Of other images, and of what a run installs beside one, nothing
     is known."""
-    installs = spec.setup or (spec.code and spec.code.requirements)
-    if spec.train is None or installs or not image.builds or image.context is not None:
+    if not image.builds or image.context is not None:
         return
     said = _named(image, base).args.get("EXTRAS")
     if said is None:  # an older copy of the user's
         return
     there = tuple(said.split())
-    if lacking := extras.lacking(spec.train, there):
+    _require_locks(there, context.folder_of(image, base) / "extras")
+    if spec.train is None or spec.setup or (spec.code and spec.code.requirements):
+        return
+    tries = spec.trials.tries if spec.trials else (Trial(name="all of it"),)
+    trainings = (spec.train.model_copy(update=each.train) for each in tries if not each.refused)
+    if lacking := {extra: key for train in trainings for extra, key in extras.lacking(train, there).items()}:
         extra, key = next(iter(lacking.items()))
         why = f"It is built with {', '.join(there) or 'none'} of mgpu-train's extras, and {key} needs `{extra}`."
         cure = f"Write `image: {{args: {{EXTRAS: {json.dumps(' '.join((*there, *lacking)))}}}}}`."
         raise InputError(f"image: the trainer's image lacks {' and '.join(lacking)}", why, cure)
+
+
+def _require_locks(names: tuple[str, ...], folder: Path) -> None:
+    known = sorted(path.stem for path in folder.glob("*.lock"))
+    if unknown := [each for each in names if each not in known]:
+        why = f"EXTRAS takes names of lock files, with spaces between them: {', '.join(known)}."
+        raise InputError(f"image: `{unknown[0]}` is none of the trainer's extras", why, "Mend `image.args`.")
 
 
 def remember(record: Record, image: Settled | None) -> None:

@@ -15,13 +15,13 @@ _HAS_TOO = {"timm": ("vision",)}  # as pyproject.toml says
 def lacking(train: TrainConfig, there: tuple[str, ...]) -> dict[str, str]:
     """The extras that this training needs and that are not among those which are there, each with the key for which.
     What files on the node need is not known here, nor what somebody else's task or strategy does."""
-    needed = _needed(train)
+    needed = _needed(train, there)
     brought = (more for each in (*there, *needed.values()) for more in _HAS_TOO.get(each, ()))
     have = {*there, *brought}
     return {extra: key for key, extra in needed.items() if extra not in have}
 
 
-def _needed(train: TrainConfig) -> dict[str, str]:
+def _needed(train: TrainConfig, there: tuple[str, ...]) -> dict[str, str]:
     """By key."""
     needed = {
         "`train.strategy: deepspeed`": ("deepspeed", train.strategy == "deepspeed"),
@@ -38,13 +38,15 @@ def _needed(train: TrainConfig) -> dict[str, str]:
                 "`train.options.lora.quantize_base`": ("torchao", quantized),
             }
         case VisionOptions() | DiffusionOptions():
-            timm = isinstance(options, VisionOptions) and options.timm
+            timm, weights = (options.timm, options.weights) if isinstance(options, VisionOptions) else (None, None)
+            lacks = weights is not None and weights.endswith(".safetensors") and "hf" not in there  # has it, too
             needed |= {
                 "`train.options.model`": ("timm", bool(timm)),
+                "the safetensors of `train.options.weights`": ("timm", lacks),
                 "the digits that are the default of `train.options.data`": ("vision", options.data is None),
             }
         case RecommenderOptions():
-            needed["`train.options.data`"] = ("recommender", options.data.endswith(".parquet"))
+            needed["`train.options.data`"] = ("recommender", options.data.lower().endswith(".parquet"))
         case _:
             pass
     return {key: extra for key, (extra, wanted) in needed.items() if wanted}

@@ -14,6 +14,7 @@ from mgpu.errors import InputError
 from mgpu.image import place
 from mgpu.image.build import shipped
 from mgpu.run.job import images
+from mgpu.spec import trials
 from mgpu.spec.load import loads
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -29,8 +30,13 @@ NEEDS = [
     ("task: vision", ("vision",)),
     ("task: vision, options: {data: images}", ()),
     ("task: vision, options: {model: 'timm:vit_tiny'}", ("timm",)),
+    ("task: vision, options: {data: images, weights: /data/r18.safetensors}", ("timm",)),
+    ("task: vision, options: {data: images, weights: /data/r18.pth}", ()),
+    ("task: vision, options: {model: 'timm:vit_tiny', weights: /data/v.safetensors}", ("timm",)),
     ("task: diffusion", ("vision",)),
+    ("task: diffusion, options: {data: images}", ()),
     ("task: recommender, options: {data: /data/r.parquet}", ("recommender",)),
+    ("task: recommender, options: {data: /data/R.PARQUET}", ("recommender",)),
     ("task: recommender, options: {data: /data/r.csv}", ()),
 ]
 BEFORE = "name: it\nprovider: local\nnodes: 1\nprocesses_per_node: 1\nmax_hours: 1\nmax_price_usd_per_hour: 1\n"
@@ -77,6 +83,37 @@ def test_what_the_image_lacks_is_missed_with_its_cure(tmp_path, train, needed):
         assert "train." in said
         assert not missed(tmp_path, train, f"EXTRAS: '{' '.join(needed)} recommender'")
         assert missed(tmp_path, train, f"EXTRAS: '{' '.join(needed[1:])}'")
+
+
+def test_a_name_that_the_image_cannot_be_built_with_is_told_with_those_that_it_can(tmp_path):
+    """The build would say so, minutes later; no cure repeats it."""
+    said = missed(tmp_path, f"{HF}}}", "EXTRAS: 'hf, torchao'")
+    assert "`hf,`" in said
+    assert "spaces between them: deepspeed, hf, recommender, timm, torchao, vision" in said
+    own = shipped.copy_to(tmp_path) / "extras" / "mine.lock"
+    assert missed(tmp_path, "steps: 3", "EXTRAS: mine2")
+    own.touch()
+    assert not missed(tmp_path, "steps: 3", "EXTRAS: mine")
+
+
+def test_weights_are_read_by_what_another_extra_brings_too(tmp_path):
+    weights = "task: vision, options: {data: images, weights: /data/r18.safetensors}"
+    assert not missed(tmp_path, weights, "EXTRAS: hf")
+    assert missed(tmp_path, weights, "EXTRAS: vision")
+    for name in ("hf", "timm"):
+        assert re.search(r"^safetensors==", (LOCKS / f"{name}.lock").read_text(), re.MULTILINE)
+
+
+def test_what_trials_try_is_missed_and_what_they_leave_out_is_not(tmp_path):
+    """Else machines are rented for rows that say so."""
+    tuned = trials.tune(spec("steps: 3", more="matrix: {train.strategy: [ddp, deepspeed]}\n"))
+    for look in (images.look, images.settle):
+        with pytest.raises(InputError, match=r'EXTRAS: "deepspeed"'):
+            look(tuned, tmp_path)
+    less = trials.tune(spec("strategy: deepspeed", more="matrix: {train.strategy: [ddp, fsdp]}\n"))
+    for look in (images.look, images.settle):
+        with pytest.raises(Asked):
+            look(less, tmp_path)
 
 
 def test_what_others_have_built_or_install_is_not_guessed(tmp_path):
