@@ -22,7 +22,7 @@ from mgpu.errors import MgpuError
 from mgpu.iac.failures import describe
 from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
-from mgpu.spec.load import load, loads
+from mgpu.spec.load import accepted, load
 from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.provider import starts_from_image
 
@@ -48,7 +48,7 @@ def run_spec() -> RunSpec:
     """
     path, config = _run_file(), pulumi.Config("mgpu")
     try:  # of a run's own copy, what it names was looked at when it was submitted
-        spec = loads(path.read_text(encoding="utf-8"), str(path)) if config.get("folder") else load(path)
+        spec = accepted(path.read_text(encoding="utf-8"), str(path)) if config.get("folder") else load(path)
     except OSError as error:
         raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:

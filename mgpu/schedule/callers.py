@@ -27,7 +27,7 @@ from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import unsettled
 from mgpu.schedule import kept
 from mgpu.spec import environment
-from mgpu.spec.load import loads
+from mgpu.spec.load import accepted
 from mgpu.words import duration
 
 _COMMAND_S = 30.0  # systemctl, crontab
@@ -306,7 +306,7 @@ def variable_names() -> list[str]:
         {
             name
             for path in _run_files()
-            for name in environment.named(loads(path.read_text(encoding="utf-8"), str(path)))
+            for name in environment.named(accepted(path.read_text(encoding="utf-8"), str(path)))
         }
     )
 

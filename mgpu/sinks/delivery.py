@@ -27,7 +27,7 @@ from mgpu.run.record.record import find, note_end_told
 from mgpu.sinks import telling
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
-from mgpu.spec.load import loads
+from mgpu.spec.load import accepted
 from mgpu.spec.sink import installed
 from mgpu.words import count
 
@@ -68,7 +68,7 @@ def of_submission(submission: Path, whose: str, folder: Path) -> Makers:
 
 
 def _makers(run_file: Path, heard: Heard) -> Makers:
-    sinks = loads(run_file.read_text(encoding="utf-8"), str(run_file)).sinks
+    sinks = accepted(run_file.read_text(encoding="utf-8"), str(run_file)).sinks
     blocks = {name: getattr(sinks, name) for name in type(sinks).model_fields}
     return {name: functools.partial(_make, name, block, heard) for name, block in blocks.items() if block is not None}
 

@@ -143,6 +143,16 @@ def loads(text: str, path: str) -> RunSpec:
     return _checked(read(text, path), None)
 
 
+def accepted(text: str, path: str) -> RunSpec:
+    """What a run's kept file says. It was checked when the run was submitted: rules may have become stricter since, and
+    a run that has machines is gone on with all the same. `path` as of `loads`.
+
+    Raises:
+        SpecError: it cannot be read, or names what is not installed here.
+    """
+    return _checked(read(text, path), None, anew=False)
+
+
 def blocks(changes: Iterable[Change]) -> dict[str, ProviderOptions]:
     """The blocks of providers that `--set NAME.KEY=VALUE` makes by itself, without a run file; checked as if one had
     them.
@@ -209,10 +219,11 @@ def _read(path: Path) -> Document:
         raise document.error() from error
 
 
-def _checked(document: Document, base: Path | None) -> RunSpec:
+def _checked(document: Document, base: Path | None, *, anew: bool = True) -> RunSpec:
     spec, set_aside = _validated(document)
     if spec is not None:
         found = [*mistakes(spec), *_options(spec, document)]
+        found = found if anew else [mistake for mistake in found if mistake.absent]
         told = {mistake.at for mistake in found}  # what cannot be a file's name is not looked for
         found += [mistake for mistake in (_files(spec, base) if base else ()) if mistake.at not in told]
         for mistake in found:

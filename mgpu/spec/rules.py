@@ -47,12 +47,14 @@ _RESERVED_PREFIXES = ("MGPU_", "TORCHELASTIC_", "PET_")
 
 
 class Mistake(NamedTuple):
-    """What is wrong at `at`; `reads`: the other fields that it was concluded from."""
+    """What is wrong at `at`; `reads`: the other fields that it was concluded from; `absent`: what it names is not
+    installed here."""
 
     at: Where
     message: str
     reads: tuple[Where, ...] = ()
     nearest: str | None = None
+    absent: bool = False
 
 
 def mistakes(spec: RunSpec) -> Iterator[Mistake]:
@@ -84,7 +86,7 @@ def _providers(spec: RunSpec) -> Iterator[Mistake]:
             yield Mistake(at, f"`{ANY}` stands alone: it is all of them")
         elif name != ANY and name not in installed().found:
             why, nearest = installed().complaint(name)
-            yield Mistake(at, why, (), nearest)
+            yield Mistake(at, why, (), nearest, absent=True)
     for name, times in Counter(spec.providers).items():
         if times > 1:
             yield Mistake(("provider",), f"`{name}` is given {times} times")
@@ -194,7 +196,7 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     strategy = strategies.installed().found.get(spec.train.strategy)
     if strategy is None:
         why, nearest = strategies.installed().complaint(spec.train.strategy)
-        yield Mistake(("train", "strategy"), why, (), nearest)
+        yield Mistake(("train", "strategy"), why, (), nearest, absent=True)
     elif why := parts.refuse() or strategy.refuse(parts):
         yield Mistake(("train", "strategy"), why, sizes)
     elif why := Slices(train.global_batch, train.micro_batch, 0, parts.data).refuse(parts.pipeline):
@@ -242,7 +244,8 @@ def _task(spec: RunSpec) -> Iterator[Mistake]:
         yield from _parted(spec.train, entry)
     if ":" not in task and task not in tasks.installed().found:
         why, nearest = tasks.installed().complaint(task)
-        yield Mistake(("train", "task"), f"{why}; a class of yours is package.module:Class", (), nearest)
+        message = f"{why}; a class of yours is package.module:Class"
+        yield Mistake(("train", "task"), message, (), nearest, absent=True)
     for key in LmOptions.model_fields:
         if key in spec.train.model_fields_set and task != "lm":
             message = f"is an option of task lm; those of {task} stand in `train.options`"
@@ -279,7 +282,7 @@ def _variables(spec: RunSpec) -> Iterator[Mistake]:
 def _launcher(spec: RunSpec) -> Iterator[Mistake]:
     if spec.launcher not in launchers.installed().found:
         why, nearest = launchers.installed().complaint(spec.launcher)
-        yield Mistake(("launcher",), why, (), nearest)
+        yield Mistake(("launcher",), why, (), nearest, absent=True)
     elif launchers.installed().found[spec.launcher].one_node and spec.nodes > 1:
         message = f"{spec.launcher} starts the processes of one node, and {spec.nodes} nodes are asked for"
         yield Mistake(("launcher",), message, (("nodes",),))

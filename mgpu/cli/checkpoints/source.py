@@ -94,12 +94,12 @@ class Source:
     def retention(self) -> Retention | None:
         """What the run file says is kept; None: there is no record here that says it."""
         from mgpu.run.job.request import resolve
-        from mgpu.spec.load import loads
+        from mgpu.spec.load import accepted
 
         path = Folder(self.run_id).run_file
         if self.record is None or not path.exists():
             return None
-        spec = loads(path.read_text(encoding="utf-8"), str(path))
+        spec = accepted(path.read_text(encoding="utf-8"), str(path))
         request = resolve(spec, self.run_id, Path(self.record.project_base), timeouts=wiring.timeouts())
         return request.checkpoint
 

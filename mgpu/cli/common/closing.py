@@ -88,11 +88,11 @@ def _left(console: Console, record: Record) -> None:
 
 def _outputs_wait(record: Record) -> str:
     """What becomes of the outputs of a run that is left running; no more than can."""
-    from mgpu.spec.load import loads
+    from mgpu.spec.load import accepted
 
     kept = Folder(record.run_id).run_file
     try:
-        wanted = loads(kept.read_text(encoding="utf-8"), str(kept)).outputs
+        wanted = accepted(kept.read_text(encoding="utf-8"), str(kept)).outputs
     except (InputError, OSError):  # the record is damaged: nothing is promised
         return ""
     if not wanted:

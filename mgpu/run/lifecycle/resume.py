@@ -12,7 +12,7 @@ from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.run.fleet.stack import project_of
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, load
-from mgpu.spec.load import loads
+from mgpu.spec.load import accepted
 from mgpu.spec.model import RunSpec
 
 
@@ -70,7 +70,7 @@ def changes(record: Record, spec: RunSpec) -> list[str]:
     """What differs from the run file that the run began with, a line a key; none where that cannot be read any more."""
     try:
         path = Folder(record.run_id).run_file
-        old = loads(path.read_text(encoding="utf-8"), str(path))
+        old = accepted(path.read_text(encoding="utf-8"), str(path))
     except (MgpuError, OSError, ValueError):
         return []
     then, now = (dict(_leaves(each.model_dump(mode="json", by_alias=True))) for each in (old, spec))

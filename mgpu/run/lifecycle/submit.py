@@ -32,7 +32,7 @@ from mgpu.run.nodes import code_upload
 from mgpu.run.record import checks, files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, every, find, load, of_json, opening, save
-from mgpu.spec.load import loads, require_files, text_of
+from mgpu.spec.load import accepted, require_files, text_of
 from mgpu.spec.model import ANY
 
 
@@ -158,7 +158,7 @@ def _project(record: Record) -> str:
 
 def _fetch(code: GitCode, run_file: Path, run_id: str) -> None:
     """The code of a run as its commit has it."""
-    spec, work = loads(run_file.read_text(encoding="utf-8"), str(run_file)), Folder(run_id).work
+    spec, work = accepted(run_file.read_text(encoding="utf-8"), str(run_file)), Folder(run_id).work
     with code.at(code.ref) as base:
         require_files(spec, base, str(code))
         request = resolve(spec, run_id, base, timeouts=Timeouts())  # type: ignore[call-arg]

@@ -63,7 +63,7 @@ from mgpu.run.record.session import Session
 from mgpu.run.record.signals import Interrupts
 from mgpu.run.record.supervisor_lock import Holder
 from mgpu.run.supervision.supervisor import Ended
-from mgpu.spec.load import loads
+from mgpu.spec.load import accepted
 from mgpu.spec.model import RunSpec
 from mgpu.words import count
 
@@ -105,7 +105,7 @@ class _Run:
         self.session, self.record, self._submitted = session, session.record, submitted
         self._context, self._queued_again = context, False
         path = Folder(self.record.run_id).run_file
-        spec = loads(
+        spec = accepted(
             path.read_text(encoding="utf-8"), str(path)
         )  # as it was; what it names beside itself is on the nodes
         self.spec: RunSpec = spec.model_copy(

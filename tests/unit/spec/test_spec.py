@@ -17,7 +17,7 @@ import yaml
 
 from mgpu.errors import InputError, SpecError
 from mgpu.spec.expect import Expectation
-from mgpu.spec.load import load, loads
+from mgpu.spec.load import accepted, load, loads
 from mgpu.spec.model import Checkpoint
 from mgpu.spec.text import wording
 
@@ -75,6 +75,15 @@ def problems(text: str) -> list[SimpleNamespace]:
     with pytest.raises(SpecError) as caught:
         loads(text, "f.yaml")
     return [SimpleNamespace(**vars(problem)) for problem in caught.value.problems]
+
+
+def test_what_a_run_was_taken_with_is_not_judged_again_but_for_what_is_not_here():
+    text = edited(edited(DEMO, "env", "{RANK: a}"), "train", "{strategy: single}")
+    assert {"env.RANK", "train.strategy"} <= {*fields(text)}
+    assert accepted(text, "f").env == {"RANK": "a"}
+    for key, wrong in (("provider", "nowhere"), ("launcher", "nothing"), ("train", "{task: none}")):
+        with pytest.raises(SpecError, match=key):
+            accepted(edited(text, key, wrong), "f")
 
 
 def fields(text: str) -> list[str]:

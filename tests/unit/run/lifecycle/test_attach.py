@@ -253,6 +253,14 @@ def test_a_run_that_had_no_machines_yet_gets_them_and_trains(project, dead, made
     all_is_given_back(project)
 
 
+def test_a_run_that_an_earlier_version_took_goes_on_though_a_rule_is_stricter_now(project, dead):
+    found = dead(State.PROVISIONING, attempt=0)
+    kept = Folder("run-1").run_file
+    kept.write_text(kept.read_text(encoding="utf-8") + "env: {RANK: '1'}\n", encoding="utf-8")  # reserved
+    assert taken_over(project, found).exit_code == 0
+    all_is_given_back(project)
+
+
 def test_a_run_on_a_stack_that_stands_goes_on_there(project, dead):
     found = dead(State.PROVISIONING, attempt=0, own_stack=False)
     assert taken_over(project, found).exit_code == 0
