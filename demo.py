@@ -194,13 +194,13 @@ def main() -> int:
     record.store = record.checkpoint_id = None  # nobody is told to look for what went with it
     save(record)
 
-    ledger = bill.read(state_dir() / "local")
+    ledger = bill.read(state_dir() / "local").of(record.fleet["fleet"] if record.fleet else record.stack)
     rows = [
         *training(record),
         *way_back(record, accident.at, "the kill", floor_s(record)),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
         ("  by phase, s", closing.phases(record)),
-        ("simulated cost", f"${ledger.cost_usd(record.fleet['fleet'] if record.fleet else record.stack):.5f}"),
+        ("simulated cost", f"${ledger.cost_usd:.5f}"),
         ("final checkpoint", f"step {record.checkpoint_step}, verified: {_near(pulled)}" if pulled else "none"),
         ("  the other checkpoints", "gone with the demo's S3"),
     ]

@@ -179,7 +179,7 @@ def tell(shell: Shell, console: Console, killed_at: float | None, began: float) 
         *(row for record in every() for row in night(record)),
         *demo.way_back(lost, killed_at, "the kill", demo.floor_s(lost)),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
-        ("simulated cost", f"${sum(node.cost_usd for node in ledger.nodes):.5f}, {len(ledger.nodes)} machines"),
+        ("simulated cost", f"${ledger.cost_usd:.5f}, {len(ledger.nodes)} machines"),
     ]
     console.table(("mgpu demo-nightly", ""), rows)
     console.text(f"still billed: {len(ledger.alive)} nodes, ${ledger.usd_per_hour:.2f} per hour")

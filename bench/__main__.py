@@ -52,6 +52,9 @@ def main() -> int:
     if unknown:
         print(f"no bench {', '.join(unknown)}; there are {', '.join((*BENCHES, *LONG))}", file=sys.stderr)
         return 2
+    if asked.only and (whole := [name for name in wanted if name not in LONG]):
+        print(f"--only: no parts in {', '.join(whole)}; {', '.join(LONG)} have some", file=sys.stderr)
+        return 2
     for name in wanted:
         if name in LONG:
             LONG[name](asked.only)

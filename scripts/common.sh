@@ -70,9 +70,16 @@ room() { # the folder that was written to; programs write to the folder of tempo
 lock() { # folder, which is made
     mkdir -p "$1"
     exec 9>"$1/.lock"
-    if flock -n 9; then return; fi
-    say "waiting for another set-up on this machine to finish with $1"
-    flock 9
+    code=0
+    words=$(flock -n 9 2>&1) || code=$?
+    case $code in
+    0) ;;
+    1)
+        say "waiting for another set-up on this machine to finish with $1"
+        flock 9
+        ;;
+    *) say "$1 cannot be locked (${words:-exit code $code}): begin no second set-up before this one has ended" ;;
+    esac
 }
 
 # Sets $work: a folder beside what is made, so that `mv` is one step and what is half made never has the name of the

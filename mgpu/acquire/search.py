@@ -26,7 +26,6 @@ from mgpu.errors import (
     MgpuError,
     NoCapacity,
     NoOffer,
-    PermissionDenied,
     ProviderError,
     RateLimited,
     TeardownIncomplete,
@@ -352,14 +351,12 @@ class Search:
             (self.sleep or time.sleep)(pause)
 
     def _made_nothing(self, intent: Intent, error: BaseException) -> bool:
-        """True for the answers by which a provider says so. A conflict over an intent of ours is none of them, and no
-        refusal takes back what an answer that was lost may have granted."""
+        """True for the answers by which a provider says so. No refusal takes back what an answer that was lost may have
+        granted, or what an earlier process was seen to have made."""
         if intent.token not in self.asked and intent.token not in self.earlier:
             return True
-        if intent.token in self.unsure:
+        if intent.token in self.unsure or intent.token in self.earlier:
             return False
-        if isinstance(error, (Conflict, AuthError, PermissionDenied)):  # the last two say nothing of what there is
-            return intent.token not in self.earlier
         left = (Transient, RateLimited, AmbiguousCreate, CleanupFailed)
         return isinstance(error, ProviderError) and not isinstance(error, left)
 

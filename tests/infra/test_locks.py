@@ -227,13 +227,14 @@ def test_a_process_that_this_machine_has_not_started_may_be_one_of_another_machi
 def test_of_one_that_this_machine_has_started_it_knows(bucket, tmp_path):
     cli = CliProcess(grace_s=1)
     with (tmp_path / "out").open("wb") as out:
-        for script in ("echo $$ >killed; kill -9 $$", "echo $$ >ended; exit 255"):
+        for script in ("echo $$ >killed; kill -9 $$", "echo $$ >failed; exit 255", "echo $$ >ended"):
             given = {"cwd": tmp_path, "env": os.environ, "out": out, "err": out, "limit_s": 10.0}
             cli.run(["/bin/sh", "-c", script], **given)
-    path = bucket(int((tmp_path / "killed").read_text()))
-    bucket.make_way()
-    assert not path.exists()
-    for name in ("ended", "killed"):  # its lock was gone with it, or is by now: another's
+    for name in ("killed", "failed"):  # the second: a bucket that does not answer keeps the lock, too
+        path = bucket(int((tmp_path / name).read_text()))
+        bucket.make_way()
+        assert not path.exists()
+    for name in ("ended", "killed", "failed"):  # its lock was gone with it, or is by now: another's
         path = bucket(int((tmp_path / name).read_text()))
         with pytest.raises(StackError):
             bucket.make_way()

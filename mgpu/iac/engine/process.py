@@ -18,8 +18,8 @@ _LOOK_S = 0.1
 
 
 def note(pid: int) -> Path:
-    """Where it is kept that this machine has started a CLI of this number, until that has ended by itself: the lock of
-    one that was killed says no more than its number and a host name, which another machine may have, too."""
+    """Where it is kept that this machine has started a CLI of this number, until that has ended well: the lock of one
+    that was killed says no more than its number and a host name, which another machine may have, too."""
     return paths.state_dir() / "engines" / str(pid)
 
 
@@ -82,8 +82,7 @@ class CliProcess:
             self._obeys(self._process)
             raise
         finally:
-            status = self._process.poll()
-            if status is not None and status >= 0:
+            if self._process.poll() == 0:  # one that fails where its backend does not answer leaves its lock, too
                 with suppress(OSError):
                     kept.unlink()
             self._process = None

@@ -67,6 +67,9 @@ class Missing(Transient):
     """There is no such object. Where one cannot be missing (a list, what is made) no API server answers, but somebody
     who stands in between: nothing is known."""
 
+    by_api = True
+    """Whether it is surely the API server's word, which gives a reason with it for every kind of object it knows."""
+
 
 class Exists(Exception):
     """An object of this name is there already, or was changed meanwhile."""
@@ -382,7 +385,9 @@ def refused(
         case 404:
             if 'namespaces "' in why:
                 return InvalidRequest(what, why, "Create it, or name another.")
-            return Missing(what, why, "Is it a Kubernetes API server that kubectl speaks to?")
+            missing = Missing(what, why, "Is it a Kubernetes API server that kubectl speaks to?")
+            missing.by_api = reason == "NotFound"
+            return missing
         case 409:
             return Changed(why) if reason == "Conflict" else Exists(why)
         case 401:

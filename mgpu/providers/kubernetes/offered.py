@@ -86,7 +86,9 @@ class Place:
     def _one(self, path: str) -> Json | None:
         try:
             return self.cluster.get(path)
-        except Missing:
+        except Missing as error:  # all clusters have these kinds of objects
+            if not error.by_api:
+                raise
             return None
 
 

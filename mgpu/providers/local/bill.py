@@ -72,9 +72,14 @@ class Bill:
         """What the living ones cost together."""
         return sum(node.start.price_usd_per_hour for node in self.alive)
 
-    def cost_usd(self, fleet: str) -> float:
-        """Dollars that a fleet has cost so far, all generations."""
-        return sum(node.cost_usd for node in self.nodes if node.start.fleet == fleet)
+    @property
+    def cost_usd(self) -> float:
+        """Dollars that all of them have cost so far."""
+        return sum(node.cost_usd for node in self.nodes)
+
+    def of(self, fleet: str) -> Bill:
+        """That of one fleet, all generations."""
+        return Bill(tuple(node for node in self.nodes if node.start.fleet == fleet))
 
 
 def write_start(root: Path, start: Start) -> None:

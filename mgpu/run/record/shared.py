@@ -129,9 +129,9 @@ def forget(run_id: str) -> None:
 
 def cure_of(run_id: str) -> str:
     """What helps where a record cannot be read. Of a bucket its object counts: where only the copy here is damaged,
-    which nobody writes to now, the next look brings another one."""
-    with suppress(FileNotFoundError), unheld(Folder(run_id).lock) as free:
-        if free and _version(run_id):
+    which nobody writes to now, the next look brings another one, unless the disk is full, say."""
+    with suppress(OSError), unheld(Folder(run_id).lock) if _version(run_id) else nullcontext(False) as free:
+        if free:
             _keep_version(run_id, "of none")
     what = "its folder" if location.current().folder else f"{location.current().place}/{_RECORDS}{run_id}.json"
     return f"Use the newer mgpu that wrote it; else end what `mgpu ls` shows of it, and move {what} away."

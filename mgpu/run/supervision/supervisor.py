@@ -101,13 +101,11 @@ class Supervisor:
         Raises:
             TakenOver: another process has the run.
         """
-        emit, self._session.emit = self._session.emit, self._fleet.emit
         try:
             while (ended := self._passed()) is None:
                 self._sleep(self._session.timeouts.poll_s)
             return ended
         finally:
-            self._session.emit = emit
             for monitor in self._fleet.monitors:
                 monitor.leave()
 

@@ -721,8 +721,9 @@ def crash(bench: Bench, wanted: Offer, request_: FleetRequest | None = None, att
     return token
 
 
-@pytest.mark.parametrize("kind", [AuthError, PermissionDenied])
+@pytest.mark.parametrize("kind", [AuthError, PermissionDenied, NoOffer, QuotaExceeded, NoCapacity])
 def test_what_a_dead_process_made_is_ended_before_another_region_is_asked_where_its_own_is_closed_now(bench, kind):
+    """A quota that it fills itself refuses to make it once more, whatever the token."""
     token = crash(bench, offer("p4.big"))
     bench.double.refuse["p4.big"] = kind("r1 is closed", scope="region")
     made = bench.acquire(offer("p4.big"), offer("p4.small", region="r2", zone="z9"))

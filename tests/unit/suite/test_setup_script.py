@@ -252,6 +252,19 @@ def test_of_two_set_ups_of_a_checkout_at_once_the_second_waits_and_has_nothing_t
     assert machine.calls() == ["venv-python -m mgpu.iac.engine.install --project ."]
 
 
+@pytest.mark.parametrize("code", [65, 71, 127])  # util-linux' for what is not supported and ENOLCK; there is no flock
+def test_a_checkout_where_no_file_can_be_locked_is_set_up_without_a_lock(machine, code):
+    """Lustre has no flock where it was not mounted with it, and many a cluster has its home folders there."""
+    (machine.bin / "flock").unlink()
+    if code != 127:
+        machine.program(machine.bin / "flock", f"#!/bin/sh\necho flock: 9: Function not implemented >&2\nexit {code}\n")
+    done = machine.has_python().has_uv().set_up()
+    assert done.returncode == 0
+    assert "no second set-up" in done.stderr
+    assert "waiting" not in done.stderr
+    assert "uv sync --quiet --frozen" in machine.calls()
+
+
 @pytest.mark.parametrize("by", [shutil.move, shutil.copytree])
 def test_a_checkout_that_was_moved_or_copied_gets_an_environment_of_its_own(machine, by):
     """Its programs begin with the path of the folder that they were made in, its .pth file names that one's code."""

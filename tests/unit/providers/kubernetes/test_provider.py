@@ -9,7 +9,7 @@ import pytest
 from fakes.kube.scripted import EVENTS, JOBS, NOW, PODS, RUNNING, TOKEN, UNPLACED, Scripted, asked, gang_of, stamp
 
 from mgpu.errors import PermissionDenied, Transient
-from mgpu.providers.base import NodePhase
+from mgpu.providers.base import Intent, NodePhase
 from mgpu.providers.kubernetes import manifest, offered
 from mgpu.providers.kubernetes.cluster import refused
 from mgpu.providers.kubernetes.provider import KubernetesProvider
@@ -99,6 +99,21 @@ def test_a_404_of_whoever_stands_before_the_api_says_nothing_of_a_gang(page: str
             call()
         assert caught.value.why == page
         assert "API server" in caught.value.next_step
+
+
+@pytest.mark.parametrize("page", ["<h1>no backend</h1>", "404 page not found", '{"message": "no route"}'])
+def test_a_404_of_whoever_stands_before_the_api_ends_no_gang(page: str):
+    """A job that waits in a queue has no pods: nothing else shows that it is there."""
+    answers, handle = gang_of([])
+    answers[f"{JOBS}/mgpu-{TOKEN}"] = refused("kubernetes: GET job", 404, page)
+    intent = Intent(fleet="f", generation=1, owner="o", token=TOKEN, offer=asked()[1])
+    for call in (lambda: provider(answers).destroy(handle), lambda: provider(answers).find(intent)):
+        with pytest.raises(Transient):
+            call()
+    said = {"kind": "Status", "reason": "NotFound", "message": f'jobs.batch "mgpu-{TOKEN}" not found'}
+    answers[f"{JOBS}/mgpu-{TOKEN}"] = refused("kubernetes: GET job", 404, json.dumps(said))
+    assert provider(answers).destroy(handle)
+    assert provider(answers).find(intent) is None
 
 
 @pytest.mark.parametrize("newest_first", [True, False])

@@ -50,8 +50,9 @@ def test_a_living_keeper_is_billed_until_now(tmp_path: Path, sleeper: subprocess
     (node,) = bill.read(tmp_path).alive
     assert node.start.instance == "0123456789-0"
     assert bill.read(tmp_path).usd_per_hour == 0.5
-    assert bill.read(tmp_path).cost_usd("demo") == pytest.approx(0.5, rel=1e-3)
-    assert bill.read(tmp_path).cost_usd("other") == 0
+    assert bill.read(tmp_path).of("demo").cost_usd == pytest.approx(0.5, rel=1e-3)
+    other = bill.read(tmp_path).of("other")
+    assert (other.cost_usd, other.alive) == (0, ()), "a demo does not take another run's machine for its own"
 
 
 def test_a_stop_line_is_not_believed_while_the_keeper_lives(tmp_path: Path, sleeper: subprocess.Popen):
@@ -91,17 +92,17 @@ def test_a_stopped_node_costs_from_start_to_stop_and_the_first_stop_counts(tmp_p
     bill.write_start(tmp_path, start(None, at=1000.0))
     bill.write_stop(tmp_path, "0123456789-0", "destroyed", at=1000.0 + 1800)
     bill.write_stop(tmp_path, "0123456789-0", "seen once more", at=1000.0 + 7200)
-    assert bill.read(tmp_path).cost_usd("demo") == pytest.approx(0.25)
+    assert bill.read(tmp_path).of("demo").cost_usd == pytest.approx(0.25)
 
 
 def test_without_a_stop_line_the_last_sign_of_life_counts(tmp_path: Path):
     bill.write_start(tmp_path, start(None, at=1000.0))
-    assert bill.read(tmp_path).cost_usd("demo") == 0
+    assert bill.read(tmp_path).of("demo").cost_usd == 0
     beat = bill.heartbeat(tmp_path, "0123456789-0")
     beat.parent.mkdir(parents=True)
     beat.touch()
     os.utime(beat, (1000.0 + 3600, 1000.0 + 3600))
-    assert bill.read(tmp_path).cost_usd("demo") == pytest.approx(0.5)
+    assert bill.read(tmp_path).of("demo").cost_usd == pytest.approx(0.5)
 
 
 def test_a_torn_line_hides_no_other(tmp_path: Path):

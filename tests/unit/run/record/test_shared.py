@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -100,6 +101,34 @@ def test_a_copy_that_alone_is_damaged_is_brought_again_unless_somebody_writes_to
         with pytest.raises(InputError):
             records.find(RUN)
         assert records.find(RUN) == records.load(RUN)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), PermissionError("not yours")], ids=lambda e: type(e).__name__
+)
+def test_a_damaged_record_hides_no_other_where_nothing_can_be_written(team: Team, monkeypatch, error):
+    """A full disk is what damages one."""
+
+    def full(*_: Any) -> None:
+        raise error
+
+    with team.on("a"):
+        for run_id in (RUN, "second-2"):
+            records.save(run(run_id, state=State.RUNNING))
+        assert len(records.every()) == 2
+        damage(Folder(RUN).record)
+        monkeypatch.setattr(shared.files, "replace", full)
+        assert [each.run_id for each in records.every()] == ["second-2"]
+
+
+def test_to_read_a_damaged_record_in_a_folder_changes_nothing_there(team: Team, monkeypatch):
+    monkeypatch.delenv(location.VARIABLE)
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        damage(Folder(RUN).record)
+        before = sorted(Folder(RUN).root.iterdir())
+        assert records.every() == []
+        assert sorted(Folder(RUN).root.iterdir()) == before
 
 
 def once(monkeypatch: pytest.MonkeyPatch, call: str, error: Exception, *, done: bool = False) -> None:

@@ -410,6 +410,46 @@ def test_a_terminal_that_halts_the_supervisor_itself_makes_no_node_silent(watch)
     assert watch.session.emit is emit
 
 
+def test_a_pipe_that_nobody_reads_hides_no_other_node_that_is_silent(watch):
+    """`mgpu launch | less`: whoever shows what node 0 prints waits, the supervisor itself does not."""
+    free, told = threading.Event(), []
+    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
+    watch.session = watch.new_session()
+    watch.session.emit = lambda event: free.wait() if isinstance(event, LogChunk) else told.append(event)
+    watch.at(3, lambda: watch.world.nodes[0].prints(b"step 7\n"))
+    watch.at(5, lambda: setattr(watch.world.nodes[1], "reachable", False))
+    watch.at(23, lambda: told.append(watch.stops)).at(27, lambda: told.append(watch.stops)).at(28, free.set)
+    assert "node 1 has not answered" in watch.run().reason
+    assert [stops for stops in told if isinstance(stops, list)] == [[0, 0], [1, 0]]
+
+
+def test_a_terminal_that_is_slow_now_and_then_puts_off_a_silent_node_no_longer_than_it_took(watch):
+    def emit(event):
+        watch.now += 2 * (isinstance(event, MetricsSampled) and watch.elapsed % 10 == 0)
+
+    watch.session.emit = emit
+    watch.at(2, lambda: setattr(watch.world.nodes[1], "reachable", False))
+    assert "node 1 has not answered" in watch.run().reason
+    assert watch.elapsed < 40
+
+
+def test_a_supervisor_that_was_halted_hears_its_nodes_before_it_judges(watch):
+    """Ctrl-Z and `fg`: a node that is slow to answer then has been asked for a moment, not for as long as that took."""
+    free = threading.Event()
+    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
+    watch.session = watch.new_session()
+    node = watch.world.nodes[1]
+    read = node.read
+
+    def halted():
+        watch.now += 100
+        node.read = lambda path: (free.wait(), read(path))[1]
+
+    watch.at(3, halted).at(105, halted).at(208, free.set)
+    assert watch.done_at(212).run().succeeded
+    assert watch.stops == [0, 0]
+
+
 def test_a_provider_that_hangs_holds_up_nothing(watch):
     watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
     watch.session = watch.new_session()
