@@ -248,15 +248,19 @@ def test_an_image_that_cannot_be_pulled_is_told_with_a_cure(asked: Asked):
 
 
 def test_an_eviction_is_a_notice_first(asked: Asked):
-    asked.options |= {"notice_s": "2"}
+    asked.options |= {"notice_s": "600"}
     handle = asked.provider.create(*asked.request())
     asked.ready(handle)
+    other, evicted = (asked.pod(handle, rank) for rank in range(2))
     with asked.node(handle, 1) as node:
-        asked.kube.evict(asked.pod(handle, 1))
+        asked.kube.evict(evicted)
         until(lambda: node.run(["cat", ".mgpu/notice.json"], timeout=30, check=False).status == 0)
         assert asked.phases(handle)[1] is NodePhase.RUNNING, "there is time to save"
         notice = json.loads(node.run(["cat", ".mgpu/notice.json"], timeout=30).stdout)
         assert notice["action"] == "terminate"
+    asked.kube.shorten(evicted, 1)
+    until(lambda: "deletionTimestamp" in asked.kube.pod(other)["metadata"])
+    asked.kube.shorten(other, 1)
     until(lambda: asked.phases(handle) == [NodePhase.TERMINATED] * 2, why=lambda: asked.provider.describe(handle))
     assert "EvictionByEvictionAPI" in asked.provider.describe(handle).nodes[1].reason
     assert asked.provider.list_owned("o") == (), "what has ended costs nothing, and is let go of"

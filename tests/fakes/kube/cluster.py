@@ -443,6 +443,10 @@ class Namespace:
         about = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": self.name}}
         self.api.post(self.path("pods", f"{name}/eviction"), about)
 
+    def shorten(self, name: str, grace_s: int) -> None:
+        """What a pod that has been told to end has left is no longer than this from now on."""
+        self.api.delete(self.path("pods", name), {"gracePeriodSeconds": grace_s})
+
     def force_delete(self, name: str) -> None:
         """The API forgets the pod at once, whatever becomes of it."""
         self.api.delete(self.path("pods", name), {"gracePeriodSeconds": 0})
