@@ -74,6 +74,11 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
         },
         0.05,
     ),
+    "deepspeed 1": ({"strategy": "deepspeed", "zero_stage": 1, "micro_batch": 4}, 1e-3),
+    "deepspeed 2, bf16": ({"strategy": "deepspeed", "zero_stage": 2, "micro_batch": 4, "precision": "bf16"}, 0.02),
+    "deepspeed 3, recomputed": (
+        {"strategy": "deepspeed", "zero_stage": 3, "micro_batch": 4, "activation_checkpointing": "full"}, 1e-3,
+    ),
     "hf, adapters, sharded": ({**HF, "strategy": "fsdp", "options": {**HF["options"], "lora": {"rank": 4}}}, 1e-3),
 }  # fmt: skip
 
@@ -123,6 +128,8 @@ def test_whatever_is_trained_a_gpu_finds_the_losses_of_a_cpu(tmp_path, name, req
     asked, apart = CASES[name]
     if "8" in name.partition(",")[0] or "4 bits" in name:
         pytest.importorskip("torchao")
+    if "deepspeed" in name:
+        pytest.importorskip("deepspeed")
     if "fp8" in name:
         require("fp8", torch.cuda.get_device_capability() >= (8, 9), "this GPU does not compute in fp8")
     train = {**asked, **files_of(tmp_path, asked)}
@@ -134,7 +141,7 @@ def test_whatever_is_trained_a_gpu_finds_the_losses_of_a_cpu(tmp_path, name, req
 
 def plain(train: dict[str, Any]) -> dict[str, Any]:
     """The same, with nothing that saves time or memory."""
-    saving = {"compile", "activation_checkpointing", "precision", "micro_batch"}
+    saving = {"compile", "activation_checkpointing", "precision", "micro_batch", "zero_stage"}
     return {**{name: value for name, value in train.items() if name not in saving}, "strategy": "single"}
 
 
