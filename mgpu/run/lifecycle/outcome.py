@@ -92,6 +92,8 @@ def _concluded(session: Session, stack: Stack, teardown: str, body: Callable[[],
 def _guarded(session: Session, body: Callable[[], Result]) -> Result:
     try:
         return body()
+    except TakenOver:  # it is left as it is, though the backend may answer by now
+        raise
     except MgpuError as error:
         session.log("error", what=error.what)
         if session.asked_to_end:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import nullcontext
 
@@ -30,7 +31,7 @@ from mgpu.run.fleet import stack as stacks
 from mgpu.run.lifecycle import attach, supervise
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
-from mgpu.run.record import record, supervisor_lock
+from mgpu.run.record import record, shared, supervisor_lock
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
@@ -764,6 +765,29 @@ def test_a_takeover_while_the_engine_works_ends_nothing(project, call):
     assert "remove" not in "".join(project.world.calls) or call == "destroy"
     if call != "destroy":
         assert not any(each.startswith("destroy") for each in project.world.calls)
+
+
+def test_a_run_that_was_left_is_left_also_where_the_backend_answers_again(project, monkeypatch):
+    """Its engine was abandoned as the lock grew too old; a moment later it was renewed, and nobody had taken it."""
+    away, left = threading.Event(), threading.Event()
+    monkeypatch.setattr(shared, "unsure_s", lambda _run: float(away.is_set()))
+
+    def emit(event):
+        if isinstance(event, Note) and "left to whoever" in event.text:
+            left.set()
+
+    def cut_off():
+        away.set()
+        assert left.wait(60)
+        away.clear()
+        raise StackError("`pulumi up` was killed")
+
+    project.world.hooks["up"] = cut_off
+    context = Context(emit, project.world.timeouts)
+    outcome = runs.launch(project.world.run_file, project.spec(), context)
+    assert (outcome.left, outcome.exit_code) == (True, 130)
+    assert record.load("last").state is State.PROVISIONING
+    assert not any(each.startswith(("destroy", "remove")) for each in project.world.calls)
 
 
 def test_the_message_of_who_was_dispossessed_is_all_that_is_said(project, capsys):
