@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from failure.checkpoint.weather import Weather, always, sometimes, writes
 from fakes.nodes import Node
+from mgpu_train.store import NotFound, open_store
 
 TIMES = {
     "store_connect_s": 2, "store_read_s": 2, "store_retry_s": 4, "store_stall_s": 4, "drain_s": 60, "peers_s": 20,
@@ -67,6 +68,19 @@ def go(nodes: list[Node], name: str) -> None:
 
 def checkpoint(node: Node) -> dict[str, Any]:
     return node.said["checkpoint"]
+
+
+def test_a_refusal_that_is_cut_off_is_asked_for_again(gateway):
+    """Its body is read by botocore outside of what turns urllib3's errors into its own."""
+    way = Weather(gateway.env["AWS_ENDPOINT_URL"])
+    fates = iter(["fine", "reset"])
+    way.decide = lambda _request: next(fates, "fine")
+    store = open_store(f"s3://{gateway.bucket()}/x", {**gateway.env, "AWS_ENDPOINT_URL": way.endpoint})
+    store.put("there", b"data")
+    with pytest.raises(NotFound):
+        store.get("absent", 100)
+    assert way.met == {"fine": 2, "reset": 1}
+    way.close()
 
 
 @pytest.mark.drawn("nodes x weather on the way to the store")

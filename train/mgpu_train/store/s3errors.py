@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
+from urllib3.exceptions import HTTPError
 
 from mgpu_train.store import disk
 from mgpu_train.store.base import (
@@ -66,6 +67,8 @@ class S3Errors:
             yield
         except (boto.BotoCoreError, boto.ClientError) as error:
             raise self._meaning(f"{self.url}: cannot {doing}", error) from error
+        except HTTPError as error:  # as botocore lets it through where the body of a refusal is cut off
+            raise self._silent(f"{self.url}: cannot {doing}", type(error).__name__) from error
 
     def _meaning(self, what: str, error: boto.BotoCoreError | boto.ClientError) -> StoreError:
         if isinstance(error, boto.ClientError):
