@@ -83,6 +83,7 @@ def test_the_first_step_imports_nothing_that_it_does_not_need(tmp_path, strategy
     environment = {**os.environ, "MGPU_JOB": str(tmp_path / "job.json")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    assert "Warning" not in done.stderr, "it is the trainer's first lines that a user reads"
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 60) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
@@ -53,7 +54,8 @@ class Replicas(Sharding):
         if self.shards:
             return super().apply(model, layout)
         devices = [self.place.local_rank] if self.place.device.type == "cuda" else None
-        with _without_compiler():
+        with _without_compiler(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated")  # older torch has no other
             return _Wrapper(
                 model.to(self.place.device),
                 device_ids=devices,
