@@ -375,6 +375,29 @@ def test_a_tree_is_found_across_sessions_and_killed_to_the_last():
         child.wait()
 
 
+def test_what_another_user_runs_is_left_and_keeps_nobody_waiting(monkeypatch):
+    """`sudo ... &` below an agent that is not root."""
+    child = subprocess.Popen(["sleep", "60"])
+    refused, send = procs.of(child.pid), signal.pidfd_send_signal
+    ours = subprocess.Popen(["sleep", "60"])
+
+    def signals(fd: int, number: int) -> None:
+        if f"Pid:\t{child.pid}\n" in Path(f"/proc/self/fdinfo/{fd}").read_text():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        send(fd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", signals)
+    try:
+        below = [refused, procs.of(ours.pid)]
+        assert not procs.kill_all(lambda: [each for each in below if each.alive], 3600)
+        assert refused.alive
+        assert ours.wait() == -signal.SIGKILL
+    finally:
+        for each in (child, ours):
+            each.kill()
+            each.wait()
+
+
 AN_AGENT = """
 import subprocess, sys
 from mgpu_train.agent.phases import launcher_process as launcher

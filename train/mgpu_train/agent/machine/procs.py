@@ -41,7 +41,8 @@ class Process:
         return self.alive and stat is not None and stat[0] in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Signals exactly this process; False: it is gone, or another one has its pid."""
+        """Signals exactly this process; False: it is gone, or another one has its pid. Raises PermissionError for
+        another user's."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -176,19 +177,24 @@ def carrying(entry: str) -> list[Process]:
 def kill_all(
     find: Callable[[], list[Process]], deadline_s: float, *, reap: Callable[[], object] = lambda: None
 ) -> bool:
-    """SIGKILL to all that `find` finds until it finds nothing; False: something is left (uninterruptible I/O).
+    """SIGKILL to all that `find` finds until it finds nothing; False: something is left, in uninterruptible I/O or
+    another user's (what was started by `sudo`), which is not waited for.
 
     `reap` takes leave of those that are children of this process.
     """
     end = time.monotonic() + deadline_s
-    while processes := find():
+    others: list[Process] = []
+    while processes := [each for each in find() if each not in others]:
         if time.monotonic() > end:
             return False
         for process in processes:
-            process.send(signal.SIGKILL)
+            try:
+                process.send(signal.SIGKILL)
+            except PermissionError:
+                others.append(process)
         time.sleep(0.01)
         reap()
-    return True
+    return not others
 
 
 def reap(orphans_of: int, spare: int) -> None:
