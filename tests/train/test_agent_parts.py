@@ -405,8 +405,8 @@ body = "import time; time.sleep(60)"
 named = [sys.executable, "-c", f"# mgpu_train.store.bulk.child\\n{body}"]
 ours, theirs = subprocess.Popen(named), subprocess.Popen(named, start_new_session=True)
 other = subprocess.Popen([sys.executable, "-c", body])
-gone = launcher.kill_below(20, spare=theirs.pid)
-print(gone, ours.poll(), theirs.poll(), other.poll() is not None)
+gone = launcher.kill_below(20)
+print(gone, ours.poll(), theirs.poll() is None, other.poll() is None)
 ours.kill()
 """
 
@@ -414,7 +414,52 @@ ours.kill()
 def test_of_what_runs_below_the_agent_only_the_stores_own_process_is_spared():
     # in a process of its own: it kills all that is below it
     done = subprocess.run([sys.executable, "-c", AN_AGENT], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "None", "-9", "True"], "what a launcher starts has another session"
+    assert done.stdout.split() == ["True", "None", "False", "False"], "what a launcher starts has another session"
+
+
+AN_AGENT_AND_ITS_LAUNCHER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess
+from mgpu_train.system.prctl import become_subreaper
+
+def until(what):
+    end = time.monotonic() + 30
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    return what()
+
+def process(name):
+    return procs.of(int(Path(name).read_text()))
+
+become_subreaper()
+subprocess.run(["sh", "-c", "sleep 600 & echo $! > mount"], check=True)  # what `setup` leaves running
+own = subprocess.Popen(["false"])
+script = "(sleep 0 & echo $! > orphan); sleep 600 & setsid sleep 600 & exec sleep 600"
+launcher = LauncherProcess(Launch(["sh", "-c", script], {**os.environ}, Path.cwd()), 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "printed"),
+    [
+        ("print(until(lambda: len(launcher.left) == 3), launcher.kill(20), launcher.poll(), launcher.left,"
+         " process('mount').alive)", "True True -9 [] True"),
+        ("until(lambda: Path('orphan').exists() and Path('orphan').read_text())\n"
+         "print(until(lambda: launcher.poll() is None and process('orphan') is None), own.wait())",
+         "True 1"),
+    ],
+    ids=["what-setup-has-started-outlives-the-launcher", "what-is-orphaned-and-has-ended-takes-no-place"],
+)  # fmt: skip
+def test_of_what_is_below_an_agent_its_launcher_has_its_own(tmp_path, rest, printed):
+    """In a process of its own: it adopts what a launcher has orphaned."""
+    program = f"{AN_AGENT_AND_ITS_LAUNCHER}try:\n    " + rest.replace("\n", "\n    ")
+    program += "\nfinally:\n    procs.kill_all(lambda: procs.descendants(os.getpid()), 20)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == printed
 
 
 def test_processes_are_found_by_their_environment():

@@ -206,6 +206,21 @@ def reap(orphans_of: int, spare: int) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
+def reap_adopted(spare: int) -> None:
+    """Takes leave of ended processes that this one is the subreaper of, other than `spare`: those of other sessions.
+    What its own threads have started is in its own, and theirs to wait for. Costs next to nothing while none has ended.
+    """
+    with suppress(ChildProcessError, ProcessLookupError):  # there is no child, or it is gone meanwhile
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        own = os.getsid(0)
+        for pid in _pids():
+            stat = _stat(pid)
+            ended = stat is not None and stat[0] == "Z" and stat[1] == os.getpid()
+            if ended and pid != spare and os.getsid(pid) != own:
+                os.waitpid(pid, os.WNOHANG)
+
+
 def open_many_files() -> None:
     """This process, and what it starts, may open as many files as it is allowed to: shells give 1,024, and each tensor
     that a loader's worker hands over is one. Not more than MOST_FILES: some programs close all that there may be."""

@@ -14,7 +14,7 @@ from mgpu_train.agent.attempt.save_budget import NOTHING, Need, need
 from mgpu_train.agent.machine import kernel_log, procs
 from mgpu_train.agent.machine.procs import Process
 from mgpu_train.agent.phases import evidence
-from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, below
+from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess
 from mgpu_train.agent.phases.peers import Peers
 from mgpu_train.agent.status.log import clean, last_words, tail
 from mgpu_train.agent.status.status import Fault, Phase
@@ -79,7 +79,7 @@ class Watch:
             self._act(launcher, along=along)
             time.sleep(self._attempt.times.poll_s)
         if code == 0 and self._cause is None:
-            self._tell_left(below())
+            self._tell_left(launcher.left)
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
         self._blame_notice()
