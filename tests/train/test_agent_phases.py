@@ -225,6 +225,20 @@ def test_a_launcher_that_is_none_is_the_users(attempt):
     assert (fault, reason.startswith("the launcher cannot be started: [Errno 2]")) == (Fault.USER, True)
 
 
+@pytest.mark.parametrize(
+    ("free", "files", "left", "full"),
+    [(1 << 8, 100, 1, False), ((1 << 8) - 1, 100, 1, True), (1 << 20, 100, 0, True), (1 << 20, 0, 0, False)],
+)
+def test_a_disk_that_took_no_last_words_is_named(attempt, monkeypatch, free, files, left, full):
+    """On some file systems the number of files has no bound."""
+    found = SimpleNamespace(f_bavail=free, f_frsize=4096, f_files=files, f_favail=left)
+    monkeypatch.setattr(folders.os, "statvfs", lambda _folder: found)
+    seen = watch.Watch(attempt(), None)
+    ended = seen.run(Launch(["sh", "-c", "exit 3"], dict(os.environ), Path("/")))
+    assert (ended.exit_code, ended.full) == (3, full)
+    assert ("; the disk is full: `disk_gib`" in seen._why_hung()) is full
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The watch's own; it begins at 0."""

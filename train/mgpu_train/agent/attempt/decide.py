@@ -134,6 +134,7 @@ class Ended:
         None  # that failed first, as torchrun knows it; None: there is none, or it is the launcher itself
     )
     rank_code: int = 0  # that rank's exit code, negative for a signal
+    full: bool = False  # the disk has no room left: what a program said last may be lost
     starved: int = 0  # processes that the kernel killed meanwhile, because this machine was out of memory
     hang: str = ""  # where its ranks were, and which of them the others waited for
     peers_answer: bool = False  # every other node's agent has been heard, and lately
@@ -203,11 +204,13 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     if code == -signal.SIGBUS:
         what += f": {_CUT_OFF}"
     what += f": {end.last_words}" if end.last_words else ""
+    what += f"; {DISK_FULL}" if end.full else ""
     lost = job.nodes > 1 and peer_lost(end.last_words)
     taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
 
 
+DISK_FULL = "the disk is full: `disk_gib`"
 # a page of mapped memory could not be had; where a disk has failed the kernel says so, and that weighs more
 _CUT_OFF = "most often /dev/shm is full (a container's is small by default), or a mapped file was cut off"
 
