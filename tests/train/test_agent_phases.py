@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pickle
+import shutil
 import socket
 import threading
 from pathlib import Path, PurePosixPath
@@ -367,6 +368,27 @@ def test_an_output_that_cannot_be_linked_is_copied_and_one_that_went_is_told(att
     assert "its name has a backslash" in kept.problems[1]
     kept.cancelled.set()
     outputs._upload(made, SimpleNamespace(put_file=lambda *_given: pytest.fail("there is no time")), tmp_path, kept)
+
+
+def test_an_output_that_the_disk_has_no_room_for_leaves_it_to_others(attempt, monkeypatch):
+    made, copied = attempt(outputs=["*"]), shutil.copyfile
+    for name in ("large.pt", "small.txt"):
+        (made.work / name).write_text(name)
+
+    def link(_source, _target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    def copy(source, target):
+        copied(source, target)
+        if target.name == "large.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(outputs.os, "link", link)
+    monkeypatch.setattr(outputs.shutil, "copyfile", copy)
+    kept = outputs.Kept()
+    outputs.keep(made, kept)
+    assert [each.name for each in Path(made.layout.outputs).iterdir()] == ["small.txt"], "no half of one fills the disk"
+    assert str(kept) == "outputs: 1 file, 9 bytes; large.pt: [Errno 28] No space left on device"
 
 
 def test_what_torchs_flight_recorder_has_is_asked_for_and_told(attempt):

@@ -124,7 +124,11 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another disk, or one without links
-        shutil.copyfile(source, target)
+        try:
+            shutil.copyfile(source, target)
+        except OSError:  # no room for all of it: others may have theirs
+            target.unlink(missing_ok=True)
+            raise
 
 
 def _list(attempt: Attempt, kept: Kept) -> None:
