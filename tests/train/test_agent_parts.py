@@ -182,6 +182,17 @@ def test_a_torn_line_is_kept_until_it_is_whole_and_older_attempts_are_not_read(t
     assert list(tail.poll()) == []
 
 
+def test_a_program_that_begins_its_metrics_anew_is_read_from_there(tmp_path):
+    """`open(path, "w")` in each attempt: what it writes was passed over until it was as much as before."""
+    file = tmp_path / "rank-0.jsonl"
+    file.write_bytes(line(kind="step", step=7) * 9)
+    tail = MetricsTail(tmp_path)
+    file.write_bytes(line(kind="step", step=1) + b'{"kind": "st')
+    assert [each["step"] for each in tail.poll()] == [1]
+    file.write_bytes(line(kind="step", step=2))
+    assert [each["step"] for each in tail.poll()] == [2], "the rest of a line is none of the new file's"
+
+
 def test_an_endless_line_takes_bounded_memory_and_does_not_hide_what_follows(tmp_path):
     tail = MetricsTail(tmp_path)
     (tmp_path / "rank-0.jsonl").write_bytes(b"[" * (5 << 20) + b"\n" + line(kind="step", step=1))
