@@ -1031,6 +1031,26 @@ def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monk
     assert "4 files, 0 MiB, 2 of them from this disk; 1 other no rank of this node reads" in said[0]
 
 
+def test_what_is_of_no_use_any_more_makes_room_for_what_a_node_resumes_from(run, tmp_path, monkeypatch):
+    """A third attempt had the one before's on its disk, and all that was saved since, beside what it fetched."""
+    commit, home, said = run.save(10), tmp_path / "checkpoints", []
+    for folder in (tmp_path / "resume", home / "step-5", home / "step-15"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"old")
+    attempt = attempt_of(tmp_path, run_id=RUN, checkpoint={"to": f"file://{run.root}", "writers": "all"})
+    attempt.checkpoints, attempt.layout, attempt.say = home, SimpleNamespace(resume=tmp_path / "resume"), said.append
+
+    def usage(_folder: Path) -> SimpleNamespace:
+        used = [*home.iterdir(), *tmp_path.glob("resume")]
+        return SimpleNamespace(free=0 if used else 1 << 30)
+
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.fetch.shutil.disk_usage", usage)
+    assert resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq)) == 10
+    assert not (tmp_path / "resume" / "weights").exists()
+    assert (names(home), len(said)) == ([], 2)
+    assert said[0].startswith("resume: the disk has no room beside what an earlier attempt went on from")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -12,6 +12,7 @@ from mgpu_train.store.base import (
     Denied,
     Expired,
     NoCredentials,
+    NoRoom,
     NoStore,
     NotFound,
     Progress,
@@ -39,6 +40,7 @@ __all__ = [
     "Expired",
     "NoCredentials",
     "Unavailable",
+    "NoRoom",
     "Ambiguous",
     "Damaged",
 ]

@@ -6,7 +6,8 @@ StoreError              the store cannot do what was asked; the message says wha
 ├── Denied              credentials are missing or wrong, or do not allow this
 │   ├── Expired         they were good, and are no more: others may be to be had
 │   └── NoCredentials   there are none here, or whoever gives them does not answer: they may come
-├── Unavailable         network, throttling, a full disk: later it may work
+├── Unavailable         network, throttling: later it may work
+│   ├── NoRoom          a disk is full
 │   └── Ambiguous       a conditional put may or may not have been done: read back
 └── Damaged             what the store holds is not what was written
 """
@@ -52,6 +53,10 @@ class NoCredentials(Denied):
 
 class Unavailable(StoreError):
     """The store did not answer, or not now; trying again later may help."""
+
+
+class NoRoom(Unavailable):
+    """A disk has no room for it."""
 
 
 class Ambiguous(Unavailable):
