@@ -144,6 +144,7 @@ class Ended:
     saved_step: int = -1  # newest finished on local disk
     durable_step: int = -1  # node 0: committed; others: uploaded
     problem: str | None = None  # why the final checkpoint is not durable
+    unkept: int = -1  # newest of which the program has left what cannot be kept
 
 
 def verdict(job: Job, end: Ended) -> AttemptFailed | None:
@@ -227,7 +228,8 @@ def _durable(job: Job, end: Ended) -> AttemptFailed | None:
     safe = max(end.durable_step, end.resumed_step)
     if end.saved_step > safe:
         why = end.problem or "it was not uploaded in time"
-        return AttemptFailed(Fault.INFRASTRUCTURE, f"the final checkpoint, step-{end.saved_step}, is not safe: {why}")
+        fault = Fault.USER if end.unkept == end.saved_step else Fault.INFRASTRUCTURE
+        return AttemptFailed(fault, f"the final checkpoint, step-{end.saved_step}, is not safe: {why}")
     if job.train is not None and safe != job.train.steps:
         why = f"the program ended with exit code 0, but its last checkpoint is of step {safe}, not {job.train.steps}"
         return AttemptFailed(Fault.INFRASTRUCTURE, why)

@@ -18,6 +18,7 @@ from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError, Ne
 from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.retention import plan_prune, prune
+from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import CheckpointTarget
 from mgpu_train.store import Expired, NoCredentials, NotFound, Store, StoreError, Unavailable, open_store
@@ -190,7 +191,8 @@ class AttemptStore:
                 self._store = None
             # an operator renews credentials, a machine's role comes back
             problem, passing = str(error), isinstance(error, Unavailable | Expired | NoCredentials | OSError)
-            raise CheckpointStoreError(self._attempt.public(problem), passing=passing) from error
+            public, unkeepable = self._attempt.public(problem), isinstance(error, Unkeepable)
+            raise CheckpointStoreError(public, passing=passing, unkeepable=unkeepable) from error
         except Exception as error:  # a bug costs this save, not all that follow
             problem = f"{type(error).__name__}: {error}"
             raise CheckpointStoreError(self._attempt.public(problem), passing=False) from error

@@ -29,11 +29,12 @@ _REFUSALS = 3  # tries of what the store refuses; what it only fails at is tried
 
 
 class CheckpointStoreError(Exception):
-    """The store failed or refused. `passing`: it may work later by itself."""
+    """The store failed or refused. `passing`: it may work later by itself; `unkeepable`: what was left is the
+    program's to mend."""
 
-    def __init__(self, problem: str, *, passing: bool = True) -> None:
+    def __init__(self, problem: str, *, passing: bool = True, unkeepable: bool = False) -> None:
         super().__init__(problem)
-        self.passing = passing
+        self.passing, self.unkeepable = passing, unkeepable
 
 
 class NewerAttempt(Exception):
@@ -116,6 +117,7 @@ class Uploads:
         self._held_s = 0.0  # how long it had waited for node 0's word
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.fenced: str | None = None
+        self.unkept = -1  # the newest step of which the program has left what cannot be kept
 
     # --- for the agent's own thread -----------------------------------------------------------------------------
 
@@ -366,6 +368,8 @@ class Uploads:
             except CheckpointStoreError as error:
                 self._trouble(f"{doing}: {error}")
                 refusals += not error.passing
+                if error.unkeepable:
+                    self.unkept = self._taken
             tries = None if tries is None else tries - 1
             if tries == 0 or refusals >= _REFUSALS or self._taken < self.look() or self._hurried.is_set():
                 return False
