@@ -24,9 +24,10 @@ from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore, Said
 from mgpu_train.agent.uploads.uploads import CheckpointStoreError
+from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.config import Job, Secrets
 from mgpu_train.health.gpus import Demand, Seen
-from mgpu_train.store import open_store
+from mgpu_train.store import Changed, Denied, Expired, open_store
 
 TIMES = {"poll_s": 0.001, "stop_grace_s": 0, "preflight_s": 9, "heartbeat_s": 5}
 
@@ -346,6 +347,21 @@ def test_what_a_peer_and_a_program_have_left_is_read_with_care(attempt, tmp_path
     kept.prune()
     kept.prune()
     assert said(made).count("a001-step-3 is damaged in the store: a part is missing") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "passing", "unkeepable"),
+    [(Changed, True, False), (Denied, False, False), (Expired, True, False), (Unkeepable, False, True)],
+)
+def test_what_fails_is_tried_again_where_that_may_help(attempt, tmp_path, monkeypatch, error, passing, unkeepable):
+    def upload(*_given, **_named):
+        raise error("x")
+
+    monkeypatch.setattr(checkpoint_store, "upload_part", upload)
+    made = attempt(checkpoint={"to": f"file://{tmp_path}/store", "writers": "all"})
+    with pytest.raises(CheckpointStoreError) as caught:
+        AttemptStore(made, made.job.checkpoint).upload(3, tmp_path)
+    assert (caught.value.passing, caught.value.unkeepable) == (passing, unkeepable)
 
 
 def test_an_output_that_cannot_be_linked_is_copied_and_one_that_went_is_told(attempt, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.checkpoint.transfer.upload import assemble, gather, upload_part
 from mgpu_train.checkpoint.transfer.verify import verify
-from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable, disk
+from mgpu_train.store import Ambiguous, Changed, Damaged, StoreError, Unavailable, disk
 
 PART = "run-1/checkpoints/a001-step-10/node-0"
 
@@ -192,6 +192,16 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_sent(run, tmp_path):
             world_size=1,
             meta={},
         )
+
+
+def test_a_folder_that_is_written_under_its_name_is_uploaded_once_that_has_ended(run):
+    """What came late would be in no checkpoint, and nobody would miss it before a resume."""
+    late = run.folder(0, 10) / "late.pt"
+    run.store.before = lambda operation, _key: late.write_bytes(b"x") if operation == "put" else None
+    with pytest.raises(Changed, match="step-10 was changed while it was uploaded"):
+        run.upload(0, 10)
+    assert run.plain.stat("run-1/checkpoints/a001-step-10/node-0.json") is None
+    assert "late.pt" in {file.path for file in run.upload(0, 10).files}
 
 
 def test_too_many_files_are_refused(run, monkeypatch):

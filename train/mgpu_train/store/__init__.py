@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_train.store.base import (
     Ambiguous,
+    Changed,
     Damaged,
     Denied,
     Expired,
@@ -42,6 +43,7 @@ __all__ = [
     "Unavailable",
     "NoRoom",
     "Ambiguous",
+    "Changed",
     "Damaged",
 ]
 

@@ -9,6 +9,7 @@ StoreError              the store cannot do what was asked; the message says wha
 ├── Unavailable         network, throttling: later it may work
 │   ├── NoRoom          a disk is full
 │   └── Ambiguous       a conditional put may or may not have been done: read back
+├── Changed             what was to be sent was written meanwhile: it works once its writer has ended
 └── Damaged             what the store holds is not what was written
 """
 
@@ -61,6 +62,10 @@ class NoRoom(Unavailable):
 
 class Ambiguous(Unavailable):
     """The answer to a conditional put was lost: the object may be there. Read back before believing anything."""
+
+
+class Changed(StoreError):
+    """What was to be sent was written meanwhile."""
 
 
 class Damaged(StoreError):

@@ -24,7 +24,7 @@ from mgpu_train.checkpoint.log.manifest import (
 )
 from mgpu_train.checkpoint.transfer.pack import objects
 from mgpu_train.checkpoint.transfer.part import NodePart, Unkeepable, files_of, first_problem
-from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
+from mgpu_train.store.base import Ambiguous, Changed, Damaged, NotFound, Store, StoreError, Unavailable
 
 
 def upload_part(
@@ -41,9 +41,9 @@ def upload_part(
 ) -> Sidecar:
     """Upload every file of `folder` with its checksum, small ones packed, then the sidecar that lists them.
 
-    A failed call may be repeated. Raises Unkeepable for what `folder` holds (links, pipes, odd names), and StoreError
-    when the store refuses, and when the part stands in the store with other content. Without a sidecar nobody takes
-    the part for whole.
+    A failed call may be repeated. Raises Unkeepable for what `folder` holds (links, pipes, odd names), Changed when it
+    is written meanwhile, and StoreError when the store refuses, and when the part stands in the store with other
+    content. Without a sidecar nobody takes the part for whole.
     """
     files = files_of(folder, node)
     described = partial(
@@ -61,7 +61,10 @@ def upload_part(
     if standing is not None:
         return _same(standing, described(*part.each(part.look, files)))
     part.find()
-    return _publish(store, run_id, described(*part.each(part.send, files)))
+    made = described(*part.each(part.send, files))
+    if files_of(folder, node) != files:  # it had its name before it was whole
+        raise Changed(f"{folder} was changed while it was uploaded. A finished checkpoint never changes.")
+    return _publish(store, run_id, made)
 
 
 def gather(store: Store, run_id: str, checkpoint_id: str, writers: Sequence[int]) -> list[Sidecar] | None:
