@@ -111,7 +111,7 @@ class Uploads:
         self._seen: set[int] = set()
         self._taken = max(-1, resumed_step - 1)
         self._in_flight: int | None = None
-        self._told_room = False
+        self._told_room = self._told_late = False
         self._began: float | None = None  # when the one in flight was taken
         self._took_s: float | None = None  # what the last one took
         self._held_s = 0.0  # how long it had waited for node 0's word
@@ -288,6 +288,7 @@ class Uploads:
         self.note(uploaded_step=step)
         self._say(f"checkpoint {name}: uploaded")
         self._look_for_room(name, path)
+        self._look_for_late(name, path)
         if self._leads:
             return self._commit(step)
         self._measure()
@@ -345,6 +346,23 @@ class Uploads:
             self._trouble(
                 f"{name} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the disk are free: the next save "
                 "may not fit. Use a larger disk (`disk_gib`)"
+            )
+
+    def _look_for_late(self, name: str, path: Path) -> None:
+        """What is written after a folder has its name may be missing in the store: told, once."""
+        if self._told_late:
+            return
+        try:
+            named = max(path.stat().st_ctime, self._folder.stat().st_mtime)  # by the rename, or since
+            files = (each for each in path.rglob("*") if each.is_file())
+            late = next((each.name for each in files if each.lstat().st_mtime > named), None)
+        except OSError:
+            return
+        if late is not None:
+            self._told_late = True
+            self._trouble(
+                f"{name}: {late} was written after the folder had that name. What comes so late may be missing in the "
+                "store: write the folder beside, and rename it when it is whole"
             )
 
     def _measure(self) -> None:
