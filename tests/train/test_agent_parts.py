@@ -957,12 +957,13 @@ def test_the_kernel_says_which_address_an_interface_has():
 
 def attempt_of(tmp_path: Path, **changes) -> SimpleNamespace:
     """What resuming and fetching data need of an attempt."""
-    secrets = SimpleNamespace(store={})
+    secrets, checkpoints = SimpleNamespace(store={}), tmp_path / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
     return SimpleNamespace(
         job=job(**changes),
         secrets=secrets,
         times=Timeouts(),
-        checkpoints=tmp_path,
+        checkpoints=checkpoints,
         work=tmp_path,
         say=lambda _text: None,
     )
@@ -1034,11 +1035,11 @@ def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monk
 def test_what_is_of_no_use_any_more_makes_room_for_what_a_node_resumes_from(run, tmp_path, monkeypatch):
     """A third attempt had the one before's on its disk, and all that was saved since, beside what it fetched."""
     commit, home, said = run.save(10), tmp_path / "checkpoints", []
-    for folder in (tmp_path / "resume", home / "step-5", home / "step-15"):
+    for folder in (tmp_path / "resume", home / "step-5", home / ".tmp-step-15"):
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(b"old")
     attempt = attempt_of(tmp_path, run_id=RUN, checkpoint={"to": f"file://{run.root}", "writers": "all"})
-    attempt.checkpoints, attempt.layout, attempt.say = home, SimpleNamespace(resume=tmp_path / "resume"), said.append
+    attempt.layout, attempt.say = SimpleNamespace(resume=tmp_path / "resume"), said.append
 
     def usage(_folder: Path) -> SimpleNamespace:
         used = [*home.iterdir(), *tmp_path.glob("resume")]

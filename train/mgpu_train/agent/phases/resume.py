@@ -9,9 +9,10 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.status.words import count
+from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.formats import rows
 from mgpu_train.checkpoint.formats.shards import read_metadata
-from mgpu_train.checkpoint.local import discard, finished
+from mgpu_train.checkpoint.local import discard
 from mgpu_train.checkpoint.log import keys
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import Manifest
@@ -57,9 +58,7 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
 def _fetched(attempt: Attempt, store: Store, manifest: Manifest) -> FetchReport:
     """What was left here is deleted before the program starts: all but a copy of this one goes now, to make room."""
     here, folder = attempt.checkpoints / f"step-{manifest.step}", Path(attempt.layout.resume)
-    for _, other in finished(attempt.checkpoints):
-        if other != here:
-            discard(other)
+    saves.clear(attempt.checkpoints, here)
     fetched = partial(
         fetch,
         store,
