@@ -383,11 +383,12 @@ def test_an_output_that_cannot_be_linked_is_copied_and_one_that_went_is_told(att
     assert kept.problems[0].startswith("b.pt: ")
     assert "its name has a backslash" in kept.problems[1]
     kept.cancelled.set()
-    outputs._upload(made, SimpleNamespace(put_file=lambda *_given: pytest.fail("there is no time")), tmp_path, kept)
+    outputs._upload(made, SimpleNamespace(put_file=lambda *_given: pytest.fail("there is no time")), kept)
 
 
-def test_an_output_that_the_disk_has_no_room_for_leaves_it_to_others(attempt, monkeypatch):
-    made, copied = attempt(outputs=["*"]), shutil.copyfile
+def test_an_output_that_the_disk_has_no_room_for_is_stored_and_leaves_it_to_others(attempt, tmp_path, monkeypatch):
+    target = {"to": f"file://{tmp_path}/store", "writers": "all"}
+    made, copied = attempt(outputs=["*"], checkpoint=target), shutil.copyfile
     for name in ("large.pt", "small.txt"):
         (made.work / name).write_text(name)
 
@@ -401,10 +402,15 @@ def test_an_output_that_the_disk_has_no_room_for_leaves_it_to_others(attempt, mo
 
     monkeypatch.setattr(outputs.os, "link", link)
     monkeypatch.setattr(outputs.shutil, "copyfile", copy)
-    kept = outputs.Kept()
+    kept = outputs.Kept("the store")
     outputs.keep(made, kept)
     assert [each.name for each in Path(made.layout.outputs).iterdir()] == ["small.txt"], "no half of one fills the disk"
-    assert str(kept) == "outputs: 1 file, 9 bytes; large.pt: [Errno 28] No space left on device"
+    told = "outputs: 1 file, 9 bytes; 1 of them in the store; 1 more there alone; large.pt: [Errno 28] No space left"
+    assert str(kept).startswith(told)
+    assert {each.key.rpartition("/")[2] for each in open_store(target["to"]).list("r/outputs/")} == {
+        "large.pt",
+        "small.txt",
+    }
 
 
 def test_what_torchs_flight_recorder_has_is_asked_for_and_told(attempt):
