@@ -226,7 +226,7 @@ class Keys(MachineKeys, _Named):
     setup: Names = Field(
         (),
         description="shell lines that every node runs in the folder of the code before a `command`, once for a "
-        "machine; `python` and `pip` are the program's (default: none)",
+        "machine; `python` and `pip` are the program's; what they leave running ends with the attempt (default: none)",
     )
     env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret (default: none)")
     secrets: tuple[EnvName, ...] = Field(

@@ -1,6 +1,7 @@
 """What test_groups.py looks at: one of four ranks stays away from collectives of groups that a strategy has made.
 
-`away.py OUT` writes OUT/RANK.json: what each rank was told by the groups that it has waited in.
+`away.py OUT` writes OUT/RANK.json: what each rank was told by the groups that it has waited in; and before that
+OUT/means-RANK.json: what a batch norm has on it whose mean was the rank's number before all were made one.
 """
 
 from __future__ import annotations
@@ -69,8 +70,21 @@ def wait(made: dict[str, dist.ProcessGroup]) -> dict[str, str]:
     return told
 
 
+def means(place: parallel.Place) -> dict[str, float]:
+    """By how the model is parted."""
+    found = dict[str, float]()
+    for name, sizes in {"pipeline": Sizes(4, pipeline=2), "tensor": Sizes(4, tensor=2)}.items():
+        norm = nn.BatchNorm1d(1)
+        assert norm.running_mean is not None
+        norm.running_mean.fill_(place.rank)
+        parallel.mean_statistics(norm, base.load("fsdp", place, sizes, POLICIES["fp32"]).place)
+        found[name] = norm.running_mean.item()
+    return found
+
+
 def body(place: parallel.Place) -> None:
     """What each rank does."""
+    (Path(sys.argv[1]) / f"means-{place.rank}.json").write_text(json.dumps(means(place)))
     made, store = groups(place), dist.distributed_c10d._get_default_store()
     told = wait(made) if place.rank != ABSENT else {}
     store.set(f"waited-{place.rank}", "")

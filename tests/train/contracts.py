@@ -62,6 +62,16 @@ class Tied(Parity):
         assert inner[1].weight is inner[2].weight
         return super().loss(model, batch)
 
+class Fixed(Parity):
+    # its first layer is random, and stays as it began
+    def initialise(self, model):
+        super().initialise(model)
+        model[0].requires_grad_(False)
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        fixed = getattr(model, "module", model)[0].weight.sum()
+        return Loss(loss.total, loss.weight, {"fixed": loss.weight * fixed})
+
 class Frugal(Parity):
     # its machine has memory for two samples
     def loss(self, model, batch):
@@ -166,6 +176,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp", "micro_batch": 2},
     "byhand": {"strategy": "mgpu_parity.strategy:ByHand", "micro_batch": 2},
     "doubled": {"task": "tasks_of_tests:Doubled"},
+    "fixed": {"task": "tasks_of_tests:Fixed"},
+    "fixed-on": {"task": "tasks_of_tests:Fixed", "resume": "fixed/checkpoints/step-4", "seed": 2, "steps": 6},
+    "fixed-on-again": {"task": "tasks_of_tests:Fixed", "resume": "fixed-on/checkpoints/step-6", "seed": 3, "steps": 8},
     "frugal": {"task": "tasks_of_tests:Frugal", "micro_batch": 2},
     "bad-options": {"options": {"bits": 99, "widht": 2}},
     "forgetful": {"task": "tasks_of_tests:Forgetful"},

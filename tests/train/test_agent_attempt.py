@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from datetime import UTC, datetime
@@ -63,6 +65,10 @@ def never():
     event = threading.Event()
     yield lambda: event.wait(30)
     event.set()
+
+
+def no_room(path: Path, *_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def failure(attempt: Attempt, work: Any, deadline_s: float) -> AttemptFailed:
@@ -241,6 +247,18 @@ def test_a_lease_that_cannot_be_renewed_is_told_once_and_ends_nothing(tmp_path):
     assert Path(attempt.layout.log).read_text().count("the lease cannot be renewed") == 1
 
 
+def test_a_full_disk_ends_no_lease(tmp_path, monkeypatch):
+    attempt = make(tmp_path, lease_renew_s=0, lease_s=100)
+    for full, uptime_s, until in ((False, 99_900, "100000\n"), (True, 99_950, "100050\n"), (True, 20, "120\n")):
+        attempt._lease._uptime, attempt._lease._renewed = lambda uptime_s=uptime_s: uptime_s, None
+        if full:
+            monkeypatch.setattr(Path, "write_text", no_room)
+        attempt.tick()
+        assert (tmp_path / "lease").read_text() == until, "the last one is after a reboot, and shorter"
+    assert [path.name for path in tmp_path.glob("lease*")] == ["lease"]
+    assert "cannot be renewed" not in Path(attempt.layout.log).read_text()
+
+
 def test_a_lease_that_runs_out_is_a_notice_in_time_for_a_save(tmp_path):
     """F50"""
     attempt = make(tmp_path, lease_renew_s=0, lease_s=100)
@@ -304,6 +322,18 @@ def test_a_full_disk_does_not_end_the_agent(tmp_path):
     attempt.enter(Phase.LAUNCHING)
     attempt.tick()
     assert attempt.report.status.phase is Phase.LAUNCHING
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_how_an_attempt_ended_is_told_whatever_has_filled_the_disk(tmp_path, monkeypatch, full):
+    attempt = make(tmp_path)
+    attempt.enter(Phase.DRAINING)
+    if full:
+        monkeypatch.setattr(Path, "write_bytes", no_room)
+    attempt.tick()
+    attempt.enter(Phase.FAILED, fault=Fault.USER, reason="the disk is full")
+    assert report.read(Path(attempt.layout.status)) == attempt.report.status
+    assert not list(Path(attempt.layout.root).glob(".status*")), "what was kept for it is given back"
 
 
 def test_a_bug_of_the_agent_ends_the_attempt_visibly(tmp_path, monkeypatch):

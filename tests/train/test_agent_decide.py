@@ -113,9 +113,12 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (job(), Ended(exit_code=0), Fault.USER, "left no folder `step-<n>`"),
         (job(), Ended(exit_code=0, saved_step=1, durable_step=1), None, ""),
         (job(), Ended(exit_code=0, saved_step=2, durable_step=1), Fault.INFRASTRUCTURE, "step-2, is not safe"),
+        (job(), Ended(exit_code=0, saved_step=2, durable_step=1, unkept=1), Fault.INFRASTRUCTURE, "step-2, is not"),
+        (job(), Ended(exit_code=0, saved_step=2, durable_step=1, unkept=2), Fault.USER, "step-2, is not safe"),
         (job(), Ended(exit_code=0, saved_step=2, resumed_step=9), Fault.USER, "load MGPU_RESUME_DIR"),
         (job(), Ended(exit_code=3, last_words="ValueError: x"), Fault.USER, "exit code 3: ValueError: x"),
         (job(), Ended(exit_code=-signal.SIGKILL), Fault.USER, "the program was ended by SIGKILL: most often"),
+        (job(), Ended(exit_code=1, full=True), Fault.USER, "exit code 1; the disk is full: `disk_gib`"),
         (job(), Ended(exit_code=-signal.SIGKILL, starved=1), Fault.USER, "SIGKILL: out of memory, the kernel says"),
         (
             job(),

@@ -72,6 +72,11 @@ FAULTS = {
         "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable")),
     "disk": (MACHINE, 6, "the disk has failed", Said(
         "OSError: [Errno 5] Input/output error: '/data/shard-00041.tar'")),
+    # our own trainer
+    "disk, by the trainer": (MACHINE, 0, "the disk has failed", Said(
+        "[rank0]: TrainError: cannot read /data/a.txt: Input/output error")),
+    "disk, by an image": (MACHINE, 0, "the disk has failed", Said(
+        "[rank0]: TrainError: cannot read the image /data/0/a.jpg: [Errno 5] Input/output error")),
     # opendatalab/MinerU#426: another card of the same kind, and it was gone
     "launch failure": (MACHINE, 2, "a GPU has failed, or a kernel that it ran", Said(
         f"[rank2]: RuntimeError: CUDA error: unspecified launch failure\n{NOISE}")),
@@ -149,6 +154,10 @@ FAULTS = {
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, remote process exited or there "
         "was a network error, NCCL version 2.27.3\nncclRemoteError: A call failed possibly due to a network error or a "
         "remote process exiting prematurely.")),
+    "file server": (PEERS, 6, "a file server has lost the file", Said(
+        "OSError: [Errno 116] Stale file handle: '/data/tokens.bin'")),
+    "file server, by the trainer": (PEERS, 3, "a file server has lost the file", Said(
+        "[rank3]: TrainError: cannot read /data/a.txt: Stale file handle")),
     "infiniband": (PEERS, 6, "the network to a peer has failed", Said(
         "hostname:983:1261 [3] NCCL WARN NET/IB : Got completion from peer 10.1.2.3<55921> with status=12 opcode=1 "
         "len=0 vendor err 129 (Send)\nframe #8: clone + 0x40", code=-6)),

@@ -380,6 +380,22 @@ def test_a_final_checkpoint_that_cannot_be_stored_is_no_success(node):
     assert "step-1, is not safe" in status["reason"]
 
 
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [("(d / 'last').symlink_to('model')", "it is no regular file"), ("", "a001-step-4 has no file")],
+    ids=["a-link", "nothing"],
+)
+def test_a_final_checkpoint_that_nobody_could_keep_is_the_programs_to_mend(node, left, why):
+    """Another attempt would leave the same: it is not made."""
+    node.program(SAVE + f"save(3)\nd = pathlib.Path(os.environ['MGPU_CHECKPOINT_DIR'], 'step-4')\nd.mkdir()\n{left}\n")
+    node.job()
+    node.start()
+    (status,) = ended(node)
+    assert (status["phase"], status["fault"]) == ("failed", "user")
+    assert "the final checkpoint, step-4, is not safe: " in status["reason"]
+    assert why in status["reason"]
+
+
 def test_a_newer_attempt_elsewhere_ends_this_one(node):
     node.program(SAVE + "save(1)\n" + WAIT)
     node.job()

@@ -98,13 +98,15 @@ def test_a_store_that_refuses_changes_no_end(node):
     assert "is not in the store" in node.log
 
 
-def test_a_disk_that_keeps_none_refuses_and_changes_no_end(node):
-    node.job(outputs=OUTPUTS)
+@pytest.mark.parametrize("store", [True, False])
+def test_a_disk_that_keeps_none_changes_no_end_and_the_store_has_them(node, store):
+    node.job(outputs=OUTPUTS, **({} if store else {"checkpoint": None}))
     (node.run / ".outputs").write_text("a file where a folder has to be")
     node.program(WRITES + LINES + "save(1)\n")
     node.start()
     assert node.ended()["phase"] == "done"
     assert "outputs could not be kept" in node.log
+    assert stored(node) == (set(FILES) if store else set())
 
 
 def test_a_run_without_outputs_has_none(node):

@@ -182,6 +182,17 @@ def test_a_torn_line_is_kept_until_it_is_whole_and_older_attempts_are_not_read(t
     assert list(tail.poll()) == []
 
 
+def test_a_program_that_begins_its_metrics_anew_is_read_from_there(tmp_path):
+    """`open(path, "w")` in each attempt: what it writes was passed over until it was as much as before."""
+    file = tmp_path / "rank-0.jsonl"
+    file.write_bytes(line(kind="step", step=7) * 9)
+    tail = MetricsTail(tmp_path)
+    file.write_bytes(line(kind="step", step=1) + b'{"kind": "st')
+    assert [each["step"] for each in tail.poll()] == [1]
+    file.write_bytes(line(kind="step", step=2))
+    assert [each["step"] for each in tail.poll()] == [2], "the rest of a line is none of the new file's"
+
+
 def test_an_endless_line_takes_bounded_memory_and_does_not_hide_what_follows(tmp_path):
     tail = MetricsTail(tmp_path)
     (tmp_path / "rank-0.jsonl").write_bytes(b"[" * (5 << 20) + b"\n" + line(kind="step", step=1))
@@ -375,6 +386,29 @@ def test_a_tree_is_found_across_sessions_and_killed_to_the_last():
         child.wait()
 
 
+def test_what_another_user_runs_is_left_and_keeps_nobody_waiting(monkeypatch):
+    """`sudo ... &` below an agent that is not root."""
+    child = subprocess.Popen(["sleep", "60"])
+    refused, send = procs.of(child.pid), signal.pidfd_send_signal
+    ours = subprocess.Popen(["sleep", "60"])
+
+    def signals(fd: int, number: int) -> None:
+        if f"Pid:\t{child.pid}\n" in Path(f"/proc/self/fdinfo/{fd}").read_text():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        send(fd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", signals)
+    try:
+        below = [refused, procs.of(ours.pid)]
+        assert not procs.kill_all(lambda: [each for each in below if each.alive], 3600)
+        assert refused.alive
+        assert ours.wait() == -signal.SIGKILL
+    finally:
+        for each in (child, ours):
+            each.kill()
+            each.wait()
+
+
 AN_AGENT = """
 import subprocess, sys
 from mgpu_train.agent.phases import launcher_process as launcher
@@ -382,8 +416,8 @@ body = "import time; time.sleep(60)"
 named = [sys.executable, "-c", f"# mgpu_train.store.bulk.child\\n{body}"]
 ours, theirs = subprocess.Popen(named), subprocess.Popen(named, start_new_session=True)
 other = subprocess.Popen([sys.executable, "-c", body])
-gone = launcher.kill_below(20, spare=theirs.pid)
-print(gone, ours.poll(), theirs.poll(), other.poll() is not None)
+gone = launcher.kill_below(20)
+print(gone, ours.poll(), theirs.poll() is None, other.poll() is None)
 ours.kill()
 """
 
@@ -391,7 +425,52 @@ ours.kill()
 def test_of_what_runs_below_the_agent_only_the_stores_own_process_is_spared():
     # in a process of its own: it kills all that is below it
     done = subprocess.run([sys.executable, "-c", AN_AGENT], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "None", "-9", "True"], "what a launcher starts has another session"
+    assert done.stdout.split() == ["True", "None", "False", "False"], "what a launcher starts has another session"
+
+
+AN_AGENT_AND_ITS_LAUNCHER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess
+from mgpu_train.system.prctl import become_subreaper
+
+def until(what):
+    end = time.monotonic() + 30
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    return what()
+
+def process(name):
+    return procs.of(int(Path(name).read_text()))
+
+become_subreaper()
+subprocess.run(["sh", "-c", "sleep 600 & echo $! > mount"], check=True)  # what `setup` leaves running
+own = subprocess.Popen(["false"])
+script = "(sleep 0 & echo $! > orphan); sleep 600 & setsid sleep 600 & exec sleep 600"
+launcher = LauncherProcess(Launch(["sh", "-c", script], {**os.environ}, Path.cwd()), 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "printed"),
+    [
+        ("print(until(lambda: len(launcher.left) == 3), launcher.kill(20), launcher.poll(), launcher.left,"
+         " process('mount').alive)", "True True -9 [] True"),
+        ("until(lambda: Path('orphan').exists() and Path('orphan').read_text())\n"
+         "print(until(lambda: launcher.poll() is None and process('orphan') is None), own.wait())",
+         "True 1"),
+    ],
+    ids=["what-setup-has-started-outlives-the-launcher", "what-is-orphaned-and-has-ended-takes-no-place"],
+)  # fmt: skip
+def test_of_what_is_below_an_agent_its_launcher_has_its_own(tmp_path, rest, printed):
+    """In a process of its own: it adopts what a launcher has orphaned."""
+    program = f"{AN_AGENT_AND_ITS_LAUNCHER}try:\n    " + rest.replace("\n", "\n    ")
+    program += "\nfinally:\n    procs.kill_all(lambda: procs.descendants(os.getpid()), 20)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == printed
 
 
 def test_processes_are_found_by_their_environment():
@@ -878,12 +957,13 @@ def test_the_kernel_says_which_address_an_interface_has():
 
 def attempt_of(tmp_path: Path, **changes) -> SimpleNamespace:
     """What resuming and fetching data need of an attempt."""
-    secrets = SimpleNamespace(store={})
+    secrets, checkpoints = SimpleNamespace(store={}), tmp_path / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
     return SimpleNamespace(
         job=job(**changes),
         secrets=secrets,
         times=Timeouts(),
-        checkpoints=tmp_path,
+        checkpoints=checkpoints,
         work=tmp_path,
         say=lambda _text: None,
     )
@@ -950,6 +1030,26 @@ def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monk
     assert names(tmp_path / "resume") == [".metadata", "__1_0.distcp", "sub"]
     assert (tmp_path / "resume" / ".metadata").samefile(run.folder(0, 10) / ".metadata")
     assert "4 files, 0 MiB, 2 of them from this disk; 1 other no rank of this node reads" in said[0]
+
+
+def test_what_is_of_no_use_any_more_makes_room_for_what_a_node_resumes_from(run, tmp_path, monkeypatch):
+    """A third attempt had the one before's on its disk, and all that was saved since, beside what it fetched."""
+    commit, home, said = run.save(10), tmp_path / "checkpoints", []
+    for folder in (tmp_path / "resume", home / "step-5", home / ".tmp-step-15"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"old")
+    attempt = attempt_of(tmp_path, run_id=RUN, checkpoint={"to": f"file://{run.root}", "writers": "all"})
+    attempt.layout, attempt.say = SimpleNamespace(resume=tmp_path / "resume"), said.append
+
+    def usage(_folder: Path) -> SimpleNamespace:
+        used = [*home.iterdir(), *tmp_path.glob("resume")]
+        return SimpleNamespace(free=0 if used else 1 << 30)
+
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.fetch.shutil.disk_usage", usage)
+    assert resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq)) == 10
+    assert not (tmp_path / "resume" / "weights").exists()
+    assert (names(home), len(said)) == ([], 2)
+    assert said[0].startswith("resume: the disk has no room beside what an earlier attempt went on from")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pickle
+import shutil
 import socket
 import threading
 from pathlib import Path, PurePosixPath
@@ -23,9 +24,10 @@ from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore, Said
 from mgpu_train.agent.uploads.uploads import CheckpointStoreError
+from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.config import Job, Secrets
 from mgpu_train.health.gpus import Demand, Seen
-from mgpu_train.store import open_store
+from mgpu_train.store import Changed, Denied, Expired, open_store
 
 TIMES = {"poll_s": 0.001, "stop_grace_s": 0, "preflight_s": 9, "heartbeat_s": 5}
 
@@ -225,6 +227,20 @@ def test_a_launcher_that_is_none_is_the_users(attempt):
     assert (fault, reason.startswith("the launcher cannot be started: [Errno 2]")) == (Fault.USER, True)
 
 
+@pytest.mark.parametrize(
+    ("free", "files", "left", "full"),
+    [(1 << 8, 100, 1, False), ((1 << 8) - 1, 100, 1, True), (1 << 20, 100, 0, True), (1 << 20, 0, 0, False)],
+)
+def test_a_disk_that_took_no_last_words_is_named(attempt, monkeypatch, free, files, left, full):
+    """On some file systems the number of files has no bound."""
+    found = SimpleNamespace(f_bavail=free, f_frsize=4096, f_files=files, f_favail=left)
+    monkeypatch.setattr(folders.os, "statvfs", lambda _folder: found)
+    seen = watch.Watch(attempt(), None)
+    ended = seen.run(Launch(["sh", "-c", "exit 3"], dict(os.environ), Path("/")))
+    assert (ended.exit_code, ended.full) == (3, full)
+    assert ("; the disk is full: `disk_gib`" in seen._why_hung()) is full
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The watch's own; it begins at 0."""
@@ -333,6 +349,21 @@ def test_what_a_peer_and_a_program_have_left_is_read_with_care(attempt, tmp_path
     assert said(made).count("a001-step-3 is damaged in the store: a part is missing") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "passing", "unkeepable"),
+    [(Changed, True, False), (Denied, False, False), (Expired, True, False), (Unkeepable, False, True)],
+)
+def test_what_fails_is_tried_again_where_that_may_help(attempt, tmp_path, monkeypatch, error, passing, unkeepable):
+    def upload(*_given, **_named):
+        raise error("x")
+
+    monkeypatch.setattr(checkpoint_store, "upload_part", upload)
+    made = attempt(checkpoint={"to": f"file://{tmp_path}/store", "writers": "all"})
+    with pytest.raises(CheckpointStoreError) as caught:
+        AttemptStore(made, made.job.checkpoint).upload(3, tmp_path)
+    assert (caught.value.passing, caught.value.unkeepable) == (passing, unkeepable)
+
+
 def test_an_output_that_cannot_be_linked_is_copied_and_one_that_went_is_told(attempt, tmp_path, monkeypatch):
     made = attempt(outputs=["*.pt"], checkpoint={"to": f"file://{tmp_path}/store", "writers": "all"})
     for name in ("a.pt", "b.pt", "c\\.pt"):
@@ -352,7 +383,34 @@ def test_an_output_that_cannot_be_linked_is_copied_and_one_that_went_is_told(att
     assert kept.problems[0].startswith("b.pt: ")
     assert "its name has a backslash" in kept.problems[1]
     kept.cancelled.set()
-    outputs._upload(made, SimpleNamespace(put_file=lambda *_given: pytest.fail("there is no time")), tmp_path, kept)
+    outputs._upload(made, SimpleNamespace(put_file=lambda *_given: pytest.fail("there is no time")), kept)
+
+
+def test_an_output_that_the_disk_has_no_room_for_is_stored_and_leaves_it_to_others(attempt, tmp_path, monkeypatch):
+    target = {"to": f"file://{tmp_path}/store", "writers": "all"}
+    made, copied = attempt(outputs=["*"], checkpoint=target), shutil.copyfile
+    for name in ("large.pt", "small.txt"):
+        (made.work / name).write_text(name)
+
+    def link(_source, _target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    def copy(source, target):
+        copied(source, target)
+        if target.name == "large.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(outputs.os, "link", link)
+    monkeypatch.setattr(outputs.shutil, "copyfile", copy)
+    kept = outputs.Kept("the store")
+    outputs.keep(made, kept)
+    assert [each.name for each in Path(made.layout.outputs).iterdir()] == ["small.txt"], "no half of one fills the disk"
+    told = "outputs: 1 file, 9 bytes; 1 of them in the store; 1 more there alone; large.pt: [Errno 28] No space left"
+    assert str(kept).startswith(told)
+    assert {each.key.rpartition("/")[2] for each in open_store(target["to"]).list("r/outputs/")} == {
+        "large.pt",
+        "small.txt",
+    }
 
 
 def test_what_torchs_flight_recorder_has_is_asked_for_and_told(attempt):

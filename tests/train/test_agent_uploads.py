@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -516,3 +518,17 @@ def test_a_bug_in_the_uploads_is_seen(tmp_path):
     node.uploads.run()
     assert node.status.problem == "the uploads ended: ZeroDivisionError: oops"
     assert node.said == ["checkpoint: the uploads ended: ZeroDivisionError: oops"]
+
+
+def test_a_program_that_writes_under_the_final_name_is_told_once(tmp_path):
+    node = Node(FakeDepot(Shared(1), 0), tmp_path / "node-0")
+    for step, late_s in ((1, -1), (2, 60), (3, 60)):
+        node.save(step)
+        (node.folder / f"step-{step}" / "model.pt").touch()
+        now = time.time() + late_s
+        os.utime(node.folder / f"step-{step}" / "model.pt", (now, now))
+        node.uploads._bring(step, node.folder / f"step-{step}", final=False)
+    assert [line for line in node.said if "model.pt was written after" in line] == [
+        "checkpoint: step-2: model.pt was written after the folder had that name. What comes so late may be missing in "
+        "the store: write the folder beside, and rename it when it is whole"
+    ]

@@ -54,6 +54,18 @@ def test_sequences_of_any_task_are_shared_under_any_strategy_and_each_token_coun
     assert json.loads((out / name / "checkpoints" / "step-4" / "meta.json").read_text())["mesh"] == "dp=1,cp=2"
 
 
+def test_what_a_task_freezes_stays_as_it_began_whatever_the_seed_of_a_resume(out):
+    """It is in no checkpoint, but the seed that made it is."""
+    names = ("fixed", "fixed-on", "fixed-on-again")
+    told = [line["fixed"] for name in names for line in lines(out, name, "step")]
+    assert told == [pytest.approx(told[0])] * 8
+    metas = [
+        json.loads((out / f"{name}/checkpoints/step-{step}/meta.json").read_text())
+        for name, step in zip(names, (4, 6, 8), strict=True)
+    ]
+    assert [(each["seed"], each["first_seed"]) for each in metas] == [(1, 1), (2, 1), (3, 1)]
+
+
 def test_values_of_a_task_are_told_by_their_names_and_speed_in_its_unit(out):
     *_, last = lines(out, "whole", "step")
     assert 0 <= last["accuracy"] <= 1

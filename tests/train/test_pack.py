@@ -10,7 +10,7 @@ from mgpu_train.checkpoint.log.manifest import MAX_PACK_BYTES, FileEntry
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer import pack
 from mgpu_train.checkpoint.transfer.pack import SMALL_BYTES, Load, Stored, build, loads, read
-from mgpu_train.store import Damaged, NotFound, StoreError, crc, open_store
+from mgpu_train.store import Changed, Damaged, NotFound, crc, open_store
 
 MIB = 1 << 20
 
@@ -62,7 +62,7 @@ def test_a_pack_is_its_files_one_behind_the_other(tmp_path):
 @pytest.mark.parametrize("now", [b"firs", b"first!", b""], ids=["shorter", "longer", "empty"])
 def test_a_file_that_changes_while_it_is_packed_fails_the_upload(tmp_path, now):
     (tmp_path / "a").write_bytes(now)
-    with pytest.raises(StoreError, match="was changed while it was uploaded"):
+    with pytest.raises(Changed, match="was changed while it was uploaded"):
         built(tmp_path, ("a", 5))
 
 

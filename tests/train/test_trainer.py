@@ -197,7 +197,8 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
     assert data != validation
     assert meta.pop("config")["global_batch"] == 8
     assert meta == {
-        "step": 3, "samples": 24, "seed": 1, "world_size": 2, "micro_batch": 4, "strategy": "fsdp", "mesh": "dp=2",
+        "step": 3, "samples": 24, "seed": 1, "first_seed": 1, "world_size": 2, "micro_batch": 4, "strategy": "fsdp",
+        "mesh": "dp=2",
         "torch": torch.__version__, "python": platform.python_version(), "mgpu_train": mgpu_train.__version__,
         "loss": losses(out, "fsdp")[2], "validation_loss": losses(out, "fsdp", "validation")[1],
         "validation_bits_per_byte": lines(out, "fsdp", "validation")[1]["bits_per_byte"],

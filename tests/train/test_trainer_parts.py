@@ -384,12 +384,46 @@ class TestBuffers:
 
         engine: Any = Pipelined.__new__(Pipelined)
         model = engine.model = nn.BatchNorm1d(4)
-        engine.strategy, engine.optimizers = SimpleNamespace(place=self.place), SimpleNamespace(zero_grad=lambda: None)
+        place = SimpleNamespace(stage=0)
+        engine.strategy, engine.optimizers = SimpleNamespace(place=place), SimpleNamespace(zero_grad=lambda: None)
         engine._buffers, engine._scale, engine._met = Buffers(model), None, False
         engine._gradients, engine._agreed = passes, lambda sums: sums
         for step in (1, 2):
             engine.gradients([torch.randn(4, 4)])
             assert model.num_batches_tracked == step
+
+
+def test_stages_draw_their_own_and_a_task_draws_the_same_on_the_first_and_the_last():
+    """A diffusion's noise is in its model's input and in its loss, whatever the stages drop in between."""
+    from mgpu_train.engines.pipelined import Pipelined  # 0.3 s
+
+    told = list[torch.Tensor]()
+
+    class Noise:
+        def loss(self, model: Any, batch: torch.Tensor) -> Loss:
+            noise = torch.rand(4)
+            told.append(noise)
+            return Loss((model(batch + noise) - noise).sum(), 1)
+
+    def stage(number: int) -> Any:
+        made: Any = Pipelined.__new__(Pipelined)
+        made.strategy = SimpleNamespace(place=SimpleNamespace(stage=number, device=torch.device("cpu")))
+        made.task, made.model, made._scale, made._did = Noise(), nn.Identity(), None, lambda: None
+        made._batches, made._losses = [torch.zeros(4), torch.zeros(4)], {}
+        torch.manual_seed(5)  # as each step does on all ranks of a copy
+        made._part_streams(torch.initial_seed())
+        return made
+
+    first = stage(0)
+    noise = [first._inputs(number)[0] for number in (0, 1)]
+    dropped = [torch.rand(4)]
+    last = stage(1)
+    for number in (0, 1):
+        dropped.append(torch.rand(4))
+        last._loss_of(dropped[-1], torch.tensor(number))
+    assert torch.equal(torch.stack(told[2:]), torch.stack(noise))
+    assert not torch.equal(noise[0], noise[1])
+    assert not torch.equal(dropped[0], dropped[1])
 
 
 class TestFit:

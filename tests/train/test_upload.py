@@ -7,9 +7,10 @@ import os
 import pytest
 from mgpu_train.checkpoint.log.manifest import FileEntry, PackEntry, Sidecar
 from mgpu_train.checkpoint.newest import newest_verified
+from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.checkpoint.transfer.upload import assemble, gather, upload_part
 from mgpu_train.checkpoint.transfer.verify import verify
-from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable, disk
+from mgpu_train.store import Ambiguous, Changed, Damaged, StoreError, Unavailable, disk
 
 PART = "run-1/checkpoints/a001-step-10/node-0"
 
@@ -176,7 +177,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_sent(run, tmp_path):
 
     for step, spoil in enumerate((link, link_to_folder, pipe, newline, escape, not_utf8)):
         spoil(run.folder(0, step))
-        with pytest.raises(StoreError, match="cannot be kept"):
+        with pytest.raises(Unkeepable, match="cannot be kept"):
             run.upload(0, step)
     assert not list(run.plain.list("run-1/checkpoints/"))
     with pytest.raises(StoreError, match="cannot read"):
@@ -193,9 +194,19 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_sent(run, tmp_path):
         )
 
 
+def test_a_folder_that_is_written_under_its_name_is_uploaded_once_that_has_ended(run):
+    """What came late would be in no checkpoint, and nobody would miss it before a resume."""
+    late = run.folder(0, 10) / "late.pt"
+    run.store.before = lambda operation, _key: late.write_bytes(b"x") if operation == "put" else None
+    with pytest.raises(Changed, match="step-10 was changed while it was uploaded"):
+        run.upload(0, 10)
+    assert run.plain.stat("run-1/checkpoints/a001-step-10/node-0.json") is None
+    assert "late.pt" in {file.path for file in run.upload(0, 10).files}
+
+
 def test_too_many_files_are_refused(run, monkeypatch):
     monkeypatch.setattr("mgpu_train.checkpoint.transfer.part.MAX_FILES", 2)
-    with pytest.raises(StoreError, match="more than 2 files"):
+    with pytest.raises(Unkeepable, match="more than 2 files"):
         run.upload(0, 10)
 
 
@@ -263,7 +274,7 @@ def test_a_file_that_all_nodes_have_stands_once():
 
 
 def test_different_files_of_one_name_are_an_error():
-    with pytest.raises(Damaged, match=r"nodes 0 and 1 have different files named 'model\.pt'"):
+    with pytest.raises(Unkeepable, match=r"nodes 0 and 1 have different files named 'model\.pt'"):
         make(part(0, ("model.pt", 5)), part(1, ("model.pt", 6)))
 
 
@@ -272,8 +283,8 @@ def test_parts_that_make_no_checkpoint():
         make(part(0, ("a", 1)), part(1, ("b", 1), step=2))
     with pytest.raises(Damaged, match="not of one checkpoint"):
         make(part(0, ("a", 1)), part(1, ("b", 1), world_size=4))
-    with pytest.raises(Damaged, match="make no checkpoint"):
-        make(part(0), part(1))  # no file at all
+    with pytest.raises(Unkeepable, match="a001-step-1 has no file"):
+        make(part(0), part(1))
     with pytest.raises(Damaged, match="make no checkpoint"):
         make(part(0, ("a", 1)), part(1, ("a/b", 1)))
     with pytest.raises(Damaged, match="make no checkpoint"):

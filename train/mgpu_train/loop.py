@@ -97,7 +97,9 @@ class Trainer:
         self.report = Report(self.pulse.metrics, config, self.task, place, self.policy, self.loader)
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
-        self.model, layout = initial.spread(self.strategy, self.task, config)
+        first_seed = meta.first_seed(folders.resume, config, place)
+        begun = config.model_copy(update={"seed": first_seed})
+        self.model, layout = initial.spread(self.strategy, self.task, begun)
         self.parameters = sum(each.numel() for each in self.model.parameters())  # an engine may empty them
         optimizers = optim.make(self.model, layout, config)
         self.ema = Average(self.model, config.ema) if config.ema else None
@@ -127,7 +129,7 @@ class Trainer:
         outside = job.checkpoint is not None and (gpu if outside is None else outside)
         others = {"ema": self.ema, "patience": self.patience}
         parts = {**self.engine.parts(), **{name: part for name, part in others.items() if part is not None}}
-        self.meta = meta.of_run(config, place, *fingerprints, self.slices.size)
+        self.meta = meta.of_run(config, place, *fingerprints, self.slices.size, first_seed)
         self.checkpointer = Checkpointer(parts, place, writers, self.meta, outside_s=save_s if outside else None)
         if job.checkpoint is not None:
             self.checkpointer.require_memory(state)

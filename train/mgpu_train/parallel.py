@@ -205,8 +205,14 @@ def mean_statistics(model: nn.Module, place: Place) -> None:
         for each in (module.running_mean, module.running_var)
         if each is not None
     ]
-    if not kept or place.copies == 1 or place.parted:
+    if not kept or place.copies == 1:
         return
+    groups = [place.data]
+    if place.parted:  # those that have the same part of the model, in this mesh
+        assert place.mesh is not None  # noqa: S101
+        groups = [place.mesh[name].get_group() for name in ("replicate", "shard")]
     for each in kept:
-        dist.all_reduce(each, group=place.data)
-        each /= place.copies
+        mine = each.to_local() if is_sharded(each) else each
+        for group in groups:
+            dist.all_reduce(mine, group=group)
+        mine /= place.copies

@@ -151,5 +151,6 @@ class NodeMonitor:
     def _has_died(self, status: AgentStatus) -> bool:
         """A status stands still when the agent is dead, and when the node's disk is full, which ends no training."""
         said = agent_client.status(self.node, self._run_id, self._timeouts)
-        ended = Phase(said.get("phase", status.phase)).final or said.get("attempt", status.attempt) != status.attempt
+        final = said.get("phase") in (Phase.DONE, Phase.FAILED)
+        ended = final or said.get("attempt", status.attempt) != status.attempt
         return not said.get("alive") and not ended

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from mgpu_train.data.seeds import mix
 from mgpu_train.engines.plain import Plain, norm_of
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.sums import Names, Sums
@@ -33,22 +35,37 @@ class Pipelined(Plain):
         self._batches: list[Batch] = []
         self._losses: dict[int, Loss] = {}  # by micro-batch
         self._names: dict[bool, Names] = {}  # of training, and of validation, which may tell more
+        self._seed, self._ran = 0, 0  # of the streams of this step; micro-batches that have drawn from them
         self._met = False  # stages have told each other the shapes of what they hand on
 
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
         """Each stage sees all micro-batches; the last one has their losses."""
-        given = list(batches)
+        given, seed = list(batches), torch.initial_seed()  # which all stages of a copy have in this step
         self._buffers.keep()
         if not self._met:  # torch runs a micro-batch for it, which draws: what comes after must not depend on that
-            device = self.strategy.place.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                self._gradients(given)
+            self._part_streams(seed)
+            self._gradients(given)
             self.optimizers.zero_grad()
             self._buffers.put_back()
             self._met = True
             if self._scale is not None:
                 self._scale.begin(self._losses[0].weight if self._last else None)
+        self._part_streams(seed)
         return self._agreed(self._gradients(given))
+
+    def _part_streams(self, seed: int) -> None:
+        """Each stage draws its own, so that no two drop the same values."""
+        self._seed, self._ran = seed, 0
+        torch.manual_seed(mix(seed, self.strategy.place.stage) >> 1)
+
+    @contextmanager
+    def _stream(self, number: int) -> Iterator[None]:
+        """What a task draws for a micro-batch is the same on the first stage, for its inputs, and on the last one, for
+        its loss."""
+        device = self.strategy.place.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(mix(self._seed, -1, self._ran + number) >> 1)
+            yield
 
     def _gradients(self, batches: Iterable[Batch | None]) -> Sums:
         with self.strategy.forward_pass(self.model, reduce=True):
@@ -57,6 +74,7 @@ class Pipelined(Plain):
     def evaluate(self, batches: Iterable[Batch | None]) -> Sums:
         """As many micro-batches at a time as in a step."""
         sums, rest = Sums(), iter(batches)
+        self._part_streams(torch.initial_seed())
         while some := list(islice(rest, self._count)):
             with torch.no_grad(), self.strategy.forward_pass(self.model, reduce=False):
                 sums.include(self._run(some, self._schedule.eval))
@@ -64,9 +82,10 @@ class Pipelined(Plain):
 
     def _run(self, batches: Iterable[Batch | None], schedule: Callable[..., object]) -> Sums:
         self._batches, self._losses = [batch for batch in batches if batch is not None], {}
-        inputs = [_inputs(self.task, batch) for batch in self._batches] if self._first else None
+        inputs = [self._inputs(number) for number in range(len(self._batches))] if self._first else None
         numbers = [torch.tensor(number) for number in range(self._count)] if self._last else None
         schedule(arg_mbs=inputs, target_mbs=numbers)
+        self._ran += len(self._batches)
         self._did()
         sums = Sums()
         for _, loss in sorted(self._losses.items()):
@@ -76,10 +95,16 @@ class Pipelined(Plain):
     def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:
         answers = _Answers(output).train(self.model.training)
         batch = self._batches[int(number)]
-        loss = (self.task.loss if self.model.training else self.task.evaluate)(answers, batch)
+        with self._stream(int(number)):
+            loss = (self.task.loss if self.model.training else self.task.evaluate)(answers, batch)
         self._losses[int(number)] = loss.detached
         self._did()
         return self._scale.up(loss.total) if self._scale else loss.total
+
+    def _inputs(self, number: int) -> tuple[Any, ...]:
+        """What the task gives its model of a micro-batch."""
+        with self._stream(number):
+            return _inputs(self.task, self._batches[number])
 
     def _agreed(self, sums: Sums) -> Sums:
         """With the names that the last stage has."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from mgpu_train.store.base import (
     Ambiguous,
+    Changed,
     Damaged,
     Denied,
     Expired,
     NoCredentials,
+    NoRoom,
     NoStore,
     NotFound,
     Progress,
@@ -39,7 +41,9 @@ __all__ = [
     "Expired",
     "NoCredentials",
     "Unavailable",
+    "NoRoom",
     "Ambiguous",
+    "Changed",
     "Damaged",
 ]
 

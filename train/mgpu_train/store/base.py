@@ -6,8 +6,10 @@ StoreError              the store cannot do what was asked; the message says wha
 ├── Denied              credentials are missing or wrong, or do not allow this
 │   ├── Expired         they were good, and are no more: others may be to be had
 │   └── NoCredentials   there are none here, or whoever gives them does not answer: they may come
-├── Unavailable         network, throttling, a full disk: later it may work
+├── Unavailable         network, throttling: later it may work
+│   ├── NoRoom          a disk is full
 │   └── Ambiguous       a conditional put may or may not have been done: read back
+├── Changed             what was to be sent was written meanwhile: it works once its writer has ended
 └── Damaged             what the store holds is not what was written
 """
 
@@ -54,8 +56,16 @@ class Unavailable(StoreError):
     """The store did not answer, or not now; trying again later may help."""
 
 
+class NoRoom(Unavailable):
+    """A disk has no room for it."""
+
+
 class Ambiguous(Unavailable):
     """The answer to a conditional put was lost: the object may be there. Read back before believing anything."""
+
+
+class Changed(StoreError):
+    """What was to be sent was written meanwhile."""
 
 
 class Damaged(StoreError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from awscrt.checksums import crc64nvme
 
-from mgpu_train.store.base import ASIDE, PIECE, Denied, NotFound, Progress, StoreError, Unavailable
+from mgpu_train.store.base import ASIDE, PIECE, Denied, NoRoom, NotFound, Progress, StoreError, Unavailable
 from mgpu_train.store.crc import to_hex
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -42,7 +42,7 @@ def meaning(what: str, error: OSError) -> StoreError:
     if error.errno == errno.EROFS:
         return Denied(f"{reason}. Use a folder that can be written.")
     if error.errno in _FULL:
-        return Unavailable(f"{reason}. Free some space, or use another folder.")
+        return NoRoom(f"{reason}. Free some space, or use another folder.")
     if error.errno in _PASSING:
         return Unavailable(f"{reason}. Look whether the folder's file system answers, and try again later.")
     if error.errno == errno.ELOOP:

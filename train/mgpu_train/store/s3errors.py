@@ -13,6 +13,7 @@ from urllib3.exceptions import HTTPError
 from mgpu_train.store import disk
 from mgpu_train.store.base import (
     Ambiguous,
+    Changed,
     Damaged,
     Denied,
     Expired,
@@ -105,7 +106,7 @@ class S3Errors:
         if kind == "file":
             return disk.meaning(f"{what}: the file beside it", OSError(told["status"], text))
         if kind == "changed":
-            return StoreError(f"{what}: the file cannot be sent: {text}. Whoever writes it must have ended before.")
+            return Changed(f"{what}: the file cannot be sent: {text}. Whoever writes it must have ended before.")
         if kind == "slow":
             return Unavailable(f"{what}: {self._server} is too slow: {text}. Check the network, and try again later.")
         if kind == "bug":

@@ -16,6 +16,7 @@ from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Rec
 from mgpu.journal import read
 from mgpu.providers.base import NodePhase
 from mgpu.remote.nodeset import NodeSet
+from mgpu.run.nodes import agent_client
 from mgpu.run.record import record, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, Spent, State
@@ -254,6 +255,13 @@ def test_a_status_that_stands_still_ends_nothing_while_the_agent_lives(watch):
     assert watch.stops == [0, 0]
     asked = [argv[0] for argv in watch.world.nodes[0].agent]
     assert 2 <= asked.count("status") <= 7, "it is asked now and then, not at every pass"
+
+
+def test_an_agent_that_names_a_phase_of_its_own_lives(watch, monkeypatch):
+    """A newer one: its node shipped it."""
+    monkeypatch.setattr(agent_client, "status", lambda *_given: {"phase": "compiling", "attempt": 1, "alive": True})
+    assert watch.done_at(60).run().succeeded
+    assert watch.stops == [0, 0]
 
 
 @pytest.mark.parametrize(

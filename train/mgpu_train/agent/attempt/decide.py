@@ -134,6 +134,7 @@ class Ended:
         None  # that failed first, as torchrun knows it; None: there is none, or it is the launcher itself
     )
     rank_code: int = 0  # that rank's exit code, negative for a signal
+    full: bool = False  # the disk has no room left: what a program said last may be lost
     starved: int = 0  # processes that the kernel killed meanwhile, because this machine was out of memory
     hang: str = ""  # where its ranks were, and which of them the others waited for
     peers_answer: bool = False  # every other node's agent has been heard, and lately
@@ -143,6 +144,7 @@ class Ended:
     saved_step: int = -1  # newest finished on local disk
     durable_step: int = -1  # node 0: committed; others: uploaded
     problem: str | None = None  # why the final checkpoint is not durable
+    unkept: int = -1  # newest of which the program has left what cannot be kept
 
 
 def verdict(job: Job, end: Ended) -> AttemptFailed | None:
@@ -203,11 +205,13 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     if code == -signal.SIGBUS:
         what += f": {_CUT_OFF}"
     what += f": {end.last_words}" if end.last_words else ""
+    what += f"; {DISK_FULL}" if end.full else ""
     lost = job.nodes > 1 and peer_lost(end.last_words)
     taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
 
 
+DISK_FULL = "the disk is full: `disk_gib`"
 # a page of mapped memory could not be had; where a disk has failed the kernel says so, and that weighs more
 _CUT_OFF = "most often /dev/shm is full (a container's is small by default), or a mapped file was cut off"
 
@@ -224,7 +228,8 @@ def _durable(job: Job, end: Ended) -> AttemptFailed | None:
     safe = max(end.durable_step, end.resumed_step)
     if end.saved_step > safe:
         why = end.problem or "it was not uploaded in time"
-        return AttemptFailed(Fault.INFRASTRUCTURE, f"the final checkpoint, step-{end.saved_step}, is not safe: {why}")
+        fault = Fault.USER if end.unkept == end.saved_step else Fault.INFRASTRUCTURE
+        return AttemptFailed(fault, f"the final checkpoint, step-{end.saved_step}, is not safe: {why}")
     if job.train is not None and safe != job.train.steps:
         why = f"the program ended with exit code 0, but its last checkpoint is of step {safe}, not {job.train.steps}"
         return AttemptFailed(Fault.INFRASTRUCTURE, why)

@@ -53,6 +53,11 @@ def _peers(means: str, pattern: str, *, hang: bool = False) -> Sign:
     return Sign(means, re.compile(pattern), Fault.INFRASTRUCTURE, hang=hang)
 
 
+def _another(means: str, pattern: str) -> Sign:
+    """Neither this machine's nor the program's: it may work the next time."""
+    return Sign(means, re.compile(pattern), Fault.INFRASTRUCTURE)
+
+
 def _user(means: str, pattern: str) -> Sign:
     return Sign(means, re.compile(pattern))
 
@@ -100,6 +105,8 @@ NCCL = (  # says why far above its last line, which names no cause
 )
 SUSPECT = (
     _machine("the disk has failed", r"OSError: \[Errno 5\] Input/output error"),
+    _machine("the disk has failed", r"TrainError: .*cannot read .*Input/output error"),  # our own trainer's words
+    _another("a file server has lost the file", r"(?:OSError: \[Errno 116\]|TrainError: .*) Stale file handle"),
     _machine("a GPU has failed, or a kernel that it ran", r"CUDA error: (?:unspecified launch failure|unknown error)"),
 )
 PEERS = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mgpu_train.agent.machine.procs import uptime_s
@@ -30,9 +32,7 @@ class Lease:
         now = self._uptime()
         if self._path is None or (self._renewed is not None and now - self._renewed < self._renew_s):
             return False
-        aside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        aside.write_text(f"{int(now + self._lease_s)}\n", encoding="utf-8")
-        aside.replace(self._path)
+        _put(self._path, f"{int(now + self._lease_s)}\n")
         self._renewed = now
         return True
 
@@ -42,3 +42,20 @@ class Lease:
             return int(self._path.read_text(encoding="utf-8")) - self._uptime() if self._path else None
         except (OSError, ValueError):
             return None if self._renewed is None else self._renewed + self._lease_s - self._uptime()
+
+
+def _put(path: Path, text: str) -> None:
+    """Replaces the file. A full disk, which ends no training, has room for no second one: then the first, of a few
+    bytes, is overwritten. Who reads half of a number takes the one before."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        with path.open("r+b", buffering=0) as file:
+            file.write(text.encode())
+            file.truncate()

@@ -41,7 +41,8 @@ class Process:
         return self.alive and stat is not None and stat[0] in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Signals exactly this process; False: it is gone, or another one has its pid."""
+        """Signals exactly this process; False: it is gone, or another one has its pid. Raises PermissionError for
+        another user's."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -176,19 +177,24 @@ def carrying(entry: str) -> list[Process]:
 def kill_all(
     find: Callable[[], list[Process]], deadline_s: float, *, reap: Callable[[], object] = lambda: None
 ) -> bool:
-    """SIGKILL to all that `find` finds until it finds nothing; False: something is left (uninterruptible I/O).
+    """SIGKILL to all that `find` finds until it finds nothing; False: something is left, in uninterruptible I/O or
+    another user's (what was started by `sudo`), which is not waited for.
 
     `reap` takes leave of those that are children of this process.
     """
     end = time.monotonic() + deadline_s
-    while processes := find():
+    others: list[Process] = []
+    while processes := [each for each in find() if each not in others]:
         if time.monotonic() > end:
             return False
         for process in processes:
-            process.send(signal.SIGKILL)
+            try:
+                process.send(signal.SIGKILL)
+            except PermissionError:
+                others.append(process)
         time.sleep(0.01)
         reap()
-    return True
+    return not others
 
 
 def reap(orphans_of: int, spare: int) -> None:
@@ -197,6 +203,21 @@ def reap(orphans_of: int, spare: int) -> None:
         stat = _stat(pid)
         if stat is not None and stat[0] == "Z" and stat[1] == orphans_of and pid != spare:
             with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def reap_adopted(spare: int) -> None:
+    """Takes leave of ended processes that this one is the subreaper of, other than `spare`: those of other sessions.
+    What its own threads have started is in its own, and theirs to wait for. Costs next to nothing while none has ended.
+    """
+    with suppress(ChildProcessError, ProcessLookupError):  # there is no child, or it is gone meanwhile
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        own = os.getsid(0)
+        for pid in _pids():
+            stat = _stat(pid)
+            ended = stat is not None and stat[0] == "Z" and stat[1] == os.getpid()
+            if ended and pid != spare and os.getsid(pid) != own:
                 os.waitpid(pid, os.WNOHANG)
 
 

@@ -12,6 +12,7 @@ from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.uploads import saves
 
 _ROOM = 64 << 20  # bytes without which nothing can begin
+_LEAST = 1 << 20  # bytes: a disk that has fewer left is full
 
 
 def inside(folder: Path, name: str, what: str) -> Path:
@@ -55,6 +56,15 @@ def check_room(attempt: Attempt) -> None:
     if free < _ROOM:
         why = f"only {free >> 20} MiB are free on the disk of {attempt.checkpoints}; {_ROOM >> 20} are needed"
         raise AttemptFailed(Fault.INFRASTRUCTURE, why)
+
+
+def full(folder: Path) -> bool:
+    """Whether a folder's disk has no room left, for bytes or for files."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize < _LEAST or (found.f_files > 0 and found.f_favail == 0)
 
 
 def clear_local(attempt: Attempt) -> None:

@@ -176,6 +176,7 @@ class LauncherProcess:
             OSError: it could not be started.
         """
         agent = os.getpid()
+        self._before = below()
         self._process = subprocess.Popen(
             launch.argv,
             cwd=launch.folder,
@@ -193,8 +194,16 @@ class LauncherProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, or -signal; None while it runs."""
+        """The exit code, or -signal; None while it runs. What it has orphaned, and has ended, makes room for others."""
+        procs.reap_adopted(self._process.pid)
         return self._process.poll()
+
+    @property
+    def left(self) -> list[procs.Process]:
+        """What it has started, and lives. What `setup` had started before, a mount or a server, is the program's to use
+        until the attempt ends."""
+        spared = {*self._before, *(each for one in self._before for each in procs.descendants(one.pid))}
+        return [each for each in below() if each not in spared]
 
     def terminate(self) -> None:
         """Asks it to save and exit."""
@@ -202,9 +211,9 @@ class LauncherProcess:
             self._process.terminate()
 
     def kill(self, deadline_s: float) -> bool:
-        """Kills the launcher and everything below this agent; False: something is left."""
-        gone = kill_below(deadline_s, self._process.pid)
-        self._process.poll()
+        """Kills the launcher and all that it has started; False: something is left."""
+        gone = procs.kill_all(lambda: self.left, deadline_s)
+        self.poll()
         return gone
 
 
@@ -214,13 +223,13 @@ def _prepare(launch: Launch, agent: int) -> None:
     prctl.die_with_parent(launch.orphaned, agent)
 
 
-def kill_below(deadline_s: float, spare: int = 0) -> bool:
-    """Kills every process below this one but the store's; `spare` is the pid whose exit status someone else collects.
+def kill_below(deadline_s: float) -> bool:
+    """Kills every process below this one but the store's; False: something is left.
 
     Without the store's process the uploads that are under way would have to begin again. It ends with this one.
     """
     gone = procs.kill_all(below, deadline_s)
-    procs.reap(os.getpid(), spare)
+    procs.reap(os.getpid(), 0)
     return gone
 
 

@@ -232,7 +232,8 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
     status = uploads.status
     attempt.tick(checkpoint=status)
     durable = status.committed_step if attempt.job.node_rank == 0 else status.uploaded_step
-    failure = _judge(attempt, replace(ended, durable_step=durable, problem=status.problem))
+    over = replace(ended, durable_step=durable, problem=status.problem, unkept=uploads.unkept)
+    failure = _judge(attempt, over)
     if failure is not None and certain is None and attempt.stop.now:
         return AttemptFailed(Fault.STOPPED, f"the operator did not wait for the uploads: {failure.reason}")
     return failure

@@ -1,8 +1,9 @@
 """Files that the run file names as outputs, brought to safety when an attempt has ended, however it did.
 
 They are linked into the run's folder, where a list of them tells the operator what to fetch, and uploaded beside the
-run's checkpoints: `<run>/outputs/a<attempt>/<node_rank>/<path>`, each attempt's for themselves: a machine of an older
-one may live on, and end last. An attempt ends as it ended, whatever becomes of them.
+run's checkpoints, also what this disk has no room to keep: `<run>/outputs/a<attempt>/<node_rank>/<path>`, each
+attempt's for themselves: a machine of an older one may live on, and end last. An attempt ends as it ended, whatever
+becomes of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ class Kept:
     to: str | None = None  # the store; None: they are kept here alone
     files: list[OutputFile] = field(default_factory=list)
     uploaded: int = 0
+    left: list[str] = field(default_factory=list)  # what could not be kept here, and is where the program wrote it
+    alone: int = 0  # of these, in the store
     problems: list[str] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)  # patterns that name no file here
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -40,6 +43,7 @@ class Kept:
     def __str__(self) -> str:
         size = sum(each.size for each in self.files)
         stored = [f"{self.uploaded} of them in {self.to}"] if self.to else []
+        stored += [f"{self.alone} more there alone"] if self.alone else []
         told = f"outputs: {count(len(self.files), 'file')}, {count(size, 'byte')}"
         return "; ".join([told, *stored, *self.problems[:3]])
 
@@ -87,35 +91,51 @@ def keep(attempt: Attempt, kept: Kept) -> None:
     """Links, lists and uploads; what goes wrong with one file is told in `kept`.
 
     Raises:
-        OSError: nothing could be kept.
+        OSError: nothing could be kept, and there is no store.
         StoreError: the store cannot be opened; the files are there for the operator.
     """
-    job, folder = attempt.job, Path(attempt.layout.outputs)
-    aside = folder.with_name(".outputs")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    named = found(attempt.work, job.outputs)
+    job, named = attempt.job, found(attempt.work, attempt.job.outputs)
     kept.unmatched = [pattern for pattern, paths in named.items() if not paths]
+    wanted = list[str]()
     for path in sorted({path for paths in named.values() for path in paths}):
         if why := why_not(attempt.work, path):
             kept.problems.append(clean(f"{os.fsencode(path).decode(errors='replace')}: {why}"))
-            continue
-        try:
-            _link(attempt.work / path, aside / path)
-            kept.files.append(OutputFile(path=path, size=(aside / path).stat().st_size))
-        except (OSError, ValueError) as error:
-            kept.problems.append(f"{path}: {error}")
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
-    _list(attempt, kept)
-    if job.checkpoint is not None and kept.to is not None and kept.files and not kept.cancelled.is_set():
+        else:
+            wanted.append(path)
+    try:
+        _keep_here(attempt, wanted, kept)
+    except OSError as error:
+        if kept.to is None:
+            raise
+        kept.problems.append(f"outputs could not be kept here: {error}")
+        kept.files, kept.left = [], wanted
+    if job.checkpoint is not None and kept.to is not None and wanted and not kept.cancelled.is_set():
         store = open_store(
             job.checkpoint.to,
             attempt.secrets.store,
             timeouts=attempt.times,
             max_bytes_per_s=job.checkpoint.max_bytes_per_s,
         )
-        _upload(attempt, store, folder, kept)
+        _upload(attempt, store, kept)
+
+
+def _keep_here(attempt: Attempt, wanted: Iterable[str], kept: Kept) -> None:
+    """Raises OSError: there is no folder or list of them."""
+    folder = Path(attempt.layout.outputs)
+    aside = folder.with_name(".outputs")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for path in wanted:
+        try:
+            _link(attempt.work / path, aside / path)
+            kept.files.append(OutputFile(path=path, size=(aside / path).stat().st_size))
+        except (OSError, ValueError) as error:
+            kept.problems.append(f"{path}: {error}")
+            if (attempt.work / path).is_file():
+                kept.left.append(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    _list(attempt, kept)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -124,7 +144,11 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another disk, or one without links
-        shutil.copyfile(source, target)
+        try:
+            shutil.copyfile(source, target)
+        except OSError:  # no room for all of it: others may have theirs
+            target.unlink(missing_ok=True)
+            raise
 
 
 def _list(attempt: Attempt, kept: Kept) -> None:
@@ -140,24 +164,30 @@ def _list(attempt: Attempt, kept: Kept) -> None:
     aside.replace(path)
 
 
-def _upload(attempt: Attempt, store: Store, folder: Path, kept: Kept) -> None:
-    job = attempt.job
+def _upload(attempt: Attempt, store: Store, kept: Kept) -> None:
+    job, folder = attempt.job, Path(attempt.layout.outputs)
 
-    def one(path: str) -> None:
+    def stored(path: str, source: Path) -> bool:
         name = key(job.run_id, job.attempt, job.node_rank, path)
         if kept.cancelled.is_set():
-            return
+            return False
         try:
             if problem := key_problem(name):
                 raise StoreError(f"its name {problem}")
-            store.put_file(name, folder / path)
-            kept.uploaded += 1
+            store.put_file(name, source)
         except (StoreError, OSError) as error:
             kept.problems.append(attempt.public(f"{path} is not in the store: {error}"))
+            return False
+        return True
 
-    _each(one, [each.path for each in kept.files])
+    def of_kept(path: str) -> None:
+        if stored(path, folder / path):
+            kept.uploaded += 1
 
+    def of_left(path: str) -> None:
+        if stored(path, (attempt.work / path).resolve()):
+            kept.alone += 1
 
-def _each(work: Callable[[str], None], paths: Sequence[str]) -> None:
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="outputs") as pool:
-        list(pool.map(work, paths))
+        for one, paths in ((of_kept, [each.path for each in kept.files]), (of_left, kept.left)):
+            list(pool.map(one, paths))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.status.words import count
+from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.formats import rows
 from mgpu_train.checkpoint.formats.shards import read_metadata
+from mgpu_train.checkpoint.local import discard
 from mgpu_train.checkpoint.log import keys
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import Manifest
-from mgpu_train.checkpoint.transfer.fetch import Choose, fetch
+from mgpu_train.checkpoint.transfer.fetch import Choose, FetchReport, fetch
 from mgpu_train.config import Job, Resume
 from mgpu_train.launchers import PYTHON, TORCHRUN
-from mgpu_train.store import Damaged, StoreError, open_store
+from mgpu_train.store import Damaged, NoRoom, Store, StoreError, open_store
 from mgpu_train.store.listed import twice
 from mgpu_train.strategies.entry import FSDP, OURS
 
@@ -38,15 +41,7 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         log = CommitLog(store, run_id)
         entry = keys.commit(run_id, wanted.seq)
         manifest = twice(store, entry, lambda: log.manifest_at(wanted.seq, wanted.checkpoint_id))
-        report = fetch(
-            store,
-            run_id,
-            manifest,
-            Path(attempt.layout.resume),
-            local=[attempt.checkpoints / f"step-{manifest.step}"],  # which is deleted before the program starts
-            link=True,
-            choose=choice(attempt.job, manifest),
-        )
+        report = _fetched(attempt, store, manifest)
     except Damaged as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}", damaged=wanted.checkpoint_id) from error
     except (StoreError, OSError) as error:  # NotFound, too: the operator has just seen it whole, so it is elsewhere
@@ -58,6 +53,30 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         + (f"; {count(left, 'other')} no rank of this node reads" if left else "")
     )
     return manifest.step
+
+
+def _fetched(attempt: Attempt, store: Store, manifest: Manifest) -> FetchReport:
+    """What was left here is deleted before the program starts: all but a copy of this one goes now, to make room."""
+    here, folder = attempt.checkpoints / f"step-{manifest.step}", Path(attempt.layout.resume)
+    saves.clear(attempt.checkpoints, here)
+    fetched = partial(
+        fetch,
+        store,
+        attempt.job.run_id,
+        manifest,
+        folder,
+        local=[here],
+        link=True,
+        choose=choice(attempt.job, manifest),
+    )
+    try:
+        return fetched()
+    except NoRoom:
+        if not folder.exists():
+            raise
+        attempt.say("resume: the disk has no room beside what an earlier attempt went on from, which goes first")
+        discard(folder)
+        return fetched()
 
 
 def choice(job: Job, manifest: Manifest) -> Choose | None:

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
-from mgpu_train.agent.attempt.decide import Act, AttemptFailed, Cause, Ended, Watched, gone, look
+from mgpu_train.agent.attempt.decide import DISK_FULL, Act, AttemptFailed, Cause, Ended, Watched, gone, look
 from mgpu_train.agent.attempt.hang import Hang
 from mgpu_train.agent.attempt.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.attempt.save_budget import NOTHING, Need, need
 from mgpu_train.agent.machine import kernel_log, procs
 from mgpu_train.agent.machine.procs import Process
-from mgpu_train.agent.phases import evidence
-from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, below
+from mgpu_train.agent.phases import evidence, folders
+from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess
 from mgpu_train.agent.phases.peers import Peers
 from mgpu_train.agent.status.log import clean, last_words, tail
 from mgpu_train.agent.status.status import Fault, Phase
@@ -78,8 +78,9 @@ class Watch:
             self._pass()
             self._act(launcher, along=along)
             time.sleep(self._attempt.times.poll_s)
+        full = self._full
         if code == 0 and self._cause is None:
-            self._tell_left(below())
+            self._tell_left(launcher.left)
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
         self._blame_notice()
@@ -95,6 +96,7 @@ class Watch:
             kernel=tuple(kernel_log.since(up_s - CLOCKS_S)) if code else (),
             rank=rank,
             rank_code=rank_code,
+            full=full,
             starved=procs.out_of_memory_kills() - starved,
             peers_answer=known.heard and not known.silent,
             hang=self._hang.words if self._hang else "",
@@ -158,7 +160,13 @@ class Watch:
         self._attempt.tick(alive=False, hang=self._attempt.public(self._hang.words), missing_rank=self._hang.missing)
 
     def _why_hung(self) -> str:
-        return "; ".join(filter(None, (self._liveness.reason, self._hang.words if self._hang else "")))
+        told = self._liveness.reason, DISK_FULL if self._full else "", self._hang.words if self._hang else ""
+        return "; ".join(filter(None, told))
+
+    @property
+    def _full(self) -> bool:
+        """Whether there is no room for signs of progress, or last words."""
+        return folders.full(Path(self._attempt.layout.root))
 
     def _pass(self) -> None:
         signs = self._metrics.signs

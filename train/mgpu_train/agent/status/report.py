@@ -14,6 +14,7 @@ from mgpu_train.agent.status.status import AgentStatus, Phase
 from mgpu_train.config import Job
 
 _EVERY_S = 0.45
+_SPARE = 64 << 10  # bytes that are kept for the last word
 
 
 class StatusReport:
@@ -26,6 +27,7 @@ class StatusReport:
         self._entered = clock()
         self._seconds: dict[str, float] = {}
         self._written = -_EVERY_S
+        self._spare = _reserve(self._path.with_name(f".{self._path.name}.spare"))
         now = time.time()
         self.status = AgentStatus(
             run_id=job.run_id,
@@ -62,21 +64,44 @@ class StatusReport:
             seconds[self.status.phase] = seconds.get(self.status.phase, 0.0) + now - self._entered
         seconds = {str(phase): round(spent, 3) for phase, spent in seconds.items()}
         self._set(updated_at=time.time(), phase_seconds=seconds)
-        # a full disk must not end training; a status that stands still tells the operator enough
+        # a full disk must not end training; a status that stands still tells the operator enough, until the end
         with suppress(OSError):
-            write(self._path, self.status)
+            if self._spare is None or not self.status.phase.final:
+                write(self._path, self.status)
+            else:
+                write(self._path, self.status, self._spare)
+                self._spare.unlink(missing_ok=True)
         self._written = now
 
 
-def write(path: Path, status: AgentStatus) -> None:
-    """Replaces the status file atomically.
+def write(path: Path, status: AgentStatus, spare: Path | None = None) -> None:
+    """Replaces the status file atomically. `spare`: a file whose room is taken where the disk has no other.
 
     Raises:
         OSError: it could not be written; the old one stands.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(status.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    aside, data = path.with_name(f".{path.name}.{os.getpid()}"), f"{status.model_dump_json(indent=1)}\n".encode()
+    try:
+        aside.write_bytes(data)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        if spare is None:
+            raise
+        with spare.open("r+b") as file:
+            file.write(data)
+            file.truncate()
+        aside = spare
     aside.replace(path)
+
+
+def _reserve(path: Path) -> Path | None:
+    """A file that has room on the disk; None: there is none."""
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _SPARE)
+    except OSError:
+        return None
+    return path
 
 
 def read(path: Path) -> AgentStatus | None:

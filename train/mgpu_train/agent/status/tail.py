@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ class MetricsTail:
         """The whole lines that were written since the last call, file by file; torn and foreign ones are left out."""
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             with suppress(OSError), path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offsets.get(path.name, 0):  # begun anew, as by `open(path, "w")`
+                    self._offsets[path.name], self._torn[path.name] = 0, b""
                 file.seek(self._offsets.get(path.name, 0))
                 while data := file.read(_PIECE):
                     self._offsets[path.name] = file.tell()

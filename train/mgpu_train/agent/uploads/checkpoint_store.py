@@ -18,9 +18,10 @@ from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError, Ne
 from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.retention import plan_prune, prune
+from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import CheckpointTarget
-from mgpu_train.store import Expired, NoCredentials, NotFound, Store, StoreError, Unavailable, open_store
+from mgpu_train.store import Changed, Expired, NoCredentials, NotFound, Store, StoreError, Unavailable, open_store
 
 _MAX_ANNOUNCEMENT = 1024  # bytes
 _MAX_META = 1 << 20  # bytes
@@ -28,6 +29,8 @@ _MAX_META_VALUES = 64
 _MAX_META_TEXT = 4096  # characters, of a name or a value
 _MAX_REASON = 500  # characters
 _MAX_END = 16 << 10  # bytes
+# an operator renews credentials, a machine's role comes back, and what writes a checkpoint under its name ends
+_PASSING = Unavailable, Expired, NoCredentials, Changed, OSError
 
 
 @dataclass(frozen=True)
@@ -188,9 +191,9 @@ class AttemptStore:
         except (StoreError, OSError) as error:
             if isinstance(error, NoCredentials):  # botocore looks for them once, when a store is opened
                 self._store = None
-            # an operator renews credentials, a machine's role comes back
-            problem, passing = str(error), isinstance(error, Unavailable | Expired | NoCredentials | OSError)
-            raise CheckpointStoreError(self._attempt.public(problem), passing=passing) from error
+            problem, passing = str(error), isinstance(error, _PASSING)
+            public, unkeepable = self._attempt.public(problem), isinstance(error, Unkeepable)
+            raise CheckpointStoreError(public, passing=passing, unkeepable=unkeepable) from error
         except Exception as error:  # a bug costs this save, not all that follow
             problem = f"{type(error).__name__}: {error}"
             raise CheckpointStoreError(self._attempt.public(problem), passing=False) from error

@@ -31,14 +31,17 @@ def tidy(folder: Path, uploading: int | None, kept: int = KEPT) -> list[int]:
     return list(found)
 
 
-def clear(folder: Path) -> None:
-    """Empties the folder, unfinished checkpoints of older attempts included. Raises OSError.
+def clear(folder: Path, but: Path | None = None) -> None:
+    """Empties the folder, unfinished checkpoints of older attempts included, `but` for one of it. Raises OSError.
 
     Who is killed in the middle of it leaves nothing that looks like a whole checkpoint.
     """
     for _, path in finished(folder):
-        discard(path)
+        if path != but:
+            discard(path)
     for path in list(folder.iterdir()):
+        if path == but:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

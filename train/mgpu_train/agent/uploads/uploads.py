@@ -29,11 +29,12 @@ _REFUSALS = 3  # tries of what the store refuses; what it only fails at is tried
 
 
 class CheckpointStoreError(Exception):
-    """The store failed or refused. `passing`: it may work later by itself."""
+    """The store failed or refused. `passing`: it may work later by itself; `unkeepable`: what was left is the
+    program's to mend."""
 
-    def __init__(self, problem: str, *, passing: bool = True) -> None:
+    def __init__(self, problem: str, *, passing: bool = True, unkeepable: bool = False) -> None:
         super().__init__(problem)
-        self.passing = passing
+        self.passing, self.unkeepable = passing, unkeepable
 
 
 class NewerAttempt(Exception):
@@ -110,12 +111,13 @@ class Uploads:
         self._seen: set[int] = set()
         self._taken = max(-1, resumed_step - 1)
         self._in_flight: int | None = None
-        self._told_room = False
+        self._told_room = self._told_late = False
         self._began: float | None = None  # when the one in flight was taken
         self._took_s: float | None = None  # what the last one took
         self._held_s = 0.0  # how long it had waited for node 0's word
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.fenced: str | None = None
+        self.unkept = -1  # the newest step of which the program has left what cannot be kept
 
     # --- for the agent's own thread -----------------------------------------------------------------------------
 
@@ -286,6 +288,7 @@ class Uploads:
         self.note(uploaded_step=step)
         self._say(f"checkpoint {name}: uploaded")
         self._look_for_room(name, path)
+        self._look_for_late(name, path)
         if self._leads:
             return self._commit(step)
         self._measure()
@@ -345,6 +348,23 @@ class Uploads:
                 "may not fit. Use a larger disk (`disk_gib`)"
             )
 
+    def _look_for_late(self, name: str, path: Path) -> None:
+        """What is written after a folder has its name may be missing in the store: told, once."""
+        if self._told_late:
+            return
+        try:
+            named = max(path.stat().st_ctime, self._folder.stat().st_mtime)  # by the rename, or since
+            files = (each for each in path.rglob("*") if each.is_file())
+            late = next((each.name for each in files if each.lstat().st_mtime > named), None)
+        except OSError:
+            return
+        if late is not None:
+            self._told_late = True
+            self._trouble(
+                f"{name}: {late} was written after the folder had that name. What comes so late may be missing in the "
+                "store: write the folder beside, and rename it when it is whole"
+            )
+
     def _measure(self) -> None:
         if self._began is not None:
             self._took_s = self._clock() - self._began
@@ -366,6 +386,8 @@ class Uploads:
             except CheckpointStoreError as error:
                 self._trouble(f"{doing}: {error}")
                 refusals += not error.passing
+                if error.unkeepable:
+                    self.unkept = self._taken
             tries = None if tries is None else tries - 1
             if tries == 0 or refusals >= _REFUSALS or self._taken < self.look() or self._hurried.is_set():
                 return False

@@ -19,12 +19,15 @@ _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys
 _OF_STRATEGY = {"replicas": "hsdp", "zero_stage": "deepspeed"}  # what only one of them reads
 
 
-def of_run(config: TrainConfig, place: Place, data: str, validation: str, micro_batch: int) -> dict[str, Any]:
+def of_run(
+    config: TrainConfig, place: Place, data: str, validation: str, micro_batch: int, first_seed: int
+) -> dict[str, Any]:
     """What it says in all checkpoints of an attempt; `data` and `validation` are the fingerprints of what is learned
-    from and validated on, `micro_batch` what was trained with."""
+    from and validated on, `micro_batch` what was trained with, `first_seed` what the model began with."""
     said = config.model_dump()
     return {
         "seed": config.seed,
+        "first_seed": first_seed,
         "world_size": place.world_size,
         "micro_batch": micro_batch,
         "strategy": config.strategy,
@@ -57,6 +60,15 @@ def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
 def validated(folder: Path) -> bool:
     """Whether the checkpoint in `folder` is of a step that was validated."""
     return any(key.startswith("validation_") for key in _read(folder))
+
+
+def first_seed(folder: Path | None, config: TrainConfig, place: Place) -> int:
+    """The seed of the model's first values. What is frozen is in no checkpoint, and has these: a resume from `folder`
+    makes them anew, also with another `train.seed`. All ranks call it together, since a node may lack the file."""
+    saved = _read(folder) if folder is not None else {}
+    found = saved.get("first_seed", saved.get("seed"))
+    first: int = place.gather(found if type(found) is int else config.seed)[0]
+    return first
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mgpu_train.checkpoint.log.manifest import FileEntry, Manifest
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Stored, objects, read
 from mgpu_train.store import disk
-from mgpu_train.store.base import Damaged, Progress, Store, Unavailable
+from mgpu_train.store.base import Damaged, NoRoom, Progress, Store
 from mgpu_train.store.listed import surely, twice
 
 SHARDS = ".distcp"  # what names of DCP's data end with
@@ -104,7 +104,7 @@ class _Target:
     def _check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise Unavailable(
+            raise NoRoom(
                 f"{self.named} takes {needed / 2**30:.1f} GiB more, and {self.folder.parent} has only "
                 f"{free / 2**30:.1f} GiB of free space. Free some, or use a larger disk."
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from mgpu_train.checkpoint.log import keys
 from mgpu_train.checkpoint.log.manifest import MAX_PACK_BYTES, FileEntry, Manifest, Sidecar
 from mgpu_train.store import crc, disk
-from mgpu_train.store.base import Damaged, NotFound, Store, StoreError
+from mgpu_train.store.base import Changed, Damaged, NotFound, Store
 from mgpu_train.store.listed import surely
 
 SMALL_BYTES = 1 << 20  # a file up to this size is packed
@@ -68,14 +68,14 @@ def loads(files: Iterable[tuple[str, int]]) -> Iterator[Load]:
 def build(folder: Path, load: Load, into: memoryview) -> None:
     """Fills `into`, which is as long as they are together, with the files of a pack.
 
-    Raises OSError, and StoreError when a file does not have the size that it had a moment ago.
+    Raises OSError, and Changed when a file does not have the size that it had a moment ago.
     """
     offset = 0
     for path, size in load.files:
         with disk.opened(folder / path) as source:
             whole = os.fstat(source).st_size == size == os.readv(source, [into[offset : offset + size]])
         if not whole:
-            raise StoreError(f"{folder / path} was changed while it was uploaded. A finished checkpoint never changes.")
+            raise Changed(f"{folder / path} was changed while it was uploaded. A finished checkpoint never changes.")
         offset += size
 
 

@@ -21,6 +21,12 @@ from mgpu_train.store.base import Damaged, Store, StoreError
 
 _THREADS = 4  # objects in flight
 _PACKS = 2  # ... of which packs, which are held in memory
+
+
+class Unkeepable(StoreError):
+    """What a program has left is no checkpoint that can be kept; it would leave the same again."""
+
+
 Sent = tuple[list[FileEntry], PackEntry | None]  # what one object's files are
 
 
@@ -118,19 +124,19 @@ def _buffers() -> SimpleQueue[mmap]:
 
 
 def files_of(folder: Path, node: int) -> list[tuple[str, int]]:
-    """The files below a folder as (path in it, bytes), by path. Raises StoreError for what cannot be kept."""
+    """The files below a folder as (path in it, bytes), by path. Raises Unkeepable; StoreError when the disk fails."""
     found: list[tuple[str, int]] = []
     with disk.translated(f"cannot read {folder}"):
         for path, entry in _entries(folder, ""):
             if not entry.is_file(follow_symlinks=False):
-                raise StoreError(
+                raise Unkeepable(
                     f"{entry.path} cannot be kept: it is no regular file. A checkpoint holds real files only."
                 )
             size = entry.stat(follow_symlinks=False).st_size
             _entry(path, size, "0" * 16, node)  # raises for a name that is none everywhere
             found.append((path, size))
             if len(found) > MAX_FILES:
-                raise StoreError(
+                raise Unkeepable(
                     f"{folder} cannot be kept: it has more than {MAX_FILES} files. Write fewer, larger ones."
                 )
     return sorted(found)
@@ -151,7 +157,7 @@ def _entry(path: str, size: int, crc64nvme: str, node: int, **packed: int) -> Fi
     try:
         return FileEntry(path=path, size=size, crc64nvme=crc64nvme, node=node, **packed)
     except ValidationError as error:
-        raise StoreError(
+        raise Unkeepable(
             f"the checkpoint cannot be kept: {first_problem(error)}. Give the file another name."
         ) from error
 

@@ -23,8 +23,8 @@ from mgpu_train.checkpoint.log.manifest import (
     to_bytes,
 )
 from mgpu_train.checkpoint.transfer.pack import objects
-from mgpu_train.checkpoint.transfer.part import NodePart, files_of, first_problem
-from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
+from mgpu_train.checkpoint.transfer.part import NodePart, Unkeepable, files_of, first_problem
+from mgpu_train.store.base import Ambiguous, Changed, Damaged, NotFound, Store, StoreError, Unavailable
 
 
 def upload_part(
@@ -41,9 +41,9 @@ def upload_part(
 ) -> Sidecar:
     """Upload every file of `folder` with its checksum, small ones packed, then the sidecar that lists them.
 
-    A failed call may be repeated. Raises StoreError when the store refuses, when `folder` holds what cannot be kept
-    (links, pipes, odd names), and when the part stands in the store with other content. Without a sidecar nobody takes
-    the part for whole.
+    A failed call may be repeated. Raises Unkeepable for what `folder` holds (links, pipes, odd names), Changed when it
+    is written meanwhile, and StoreError when the store refuses, and when the part stands in the store with other
+    content. Without a sidecar nobody takes the part for whole.
     """
     files = files_of(folder, node)
     described = partial(
@@ -61,7 +61,10 @@ def upload_part(
     if standing is not None:
         return _same(standing, described(*part.each(part.look, files)))
     part.find()
-    return _publish(store, run_id, described(*part.each(part.send, files)))
+    made = described(*part.each(part.send, files))
+    if files_of(folder, node) != files:  # it had its name before it was whole
+        raise Changed(f"{folder} was changed while it was uploaded. A finished checkpoint never changes.")
+    return _publish(store, run_id, made)
 
 
 def gather(store: Store, run_id: str, checkpoint_id: str, writers: Sequence[int]) -> list[Sidecar] | None:
@@ -82,7 +85,8 @@ def gather(store: Store, run_id: str, checkpoint_id: str, writers: Sequence[int]
 def assemble(sidecars: Sequence[Sidecar], *, run_id: str, nodes: int, created_at: float) -> Manifest:
     """The manifest of all parts together. Of a file that several nodes have, byte for byte the same, the first counts.
 
-    Raises Damaged when the parts are not of one checkpoint, or when two nodes have different files of one name.
+    Raises Damaged when the parts are not of one checkpoint; Unkeepable when they have no file, or when two nodes have
+    different files of one name.
     """
     parts = sorted(sidecars, key=lambda part: part.node)
     if len({(part.checkpoint_id, part.world_size) for part in parts}) != 1:
@@ -91,10 +95,14 @@ def assemble(sidecars: Sequence[Sidecar], *, run_id: str, nodes: int, created_at
     for file in (file for part in parts for file in part.files):
         known = files.setdefault(file.path, file)
         if (known.size, known.crc64nvme) != (file.size, file.crc64nvme):
-            raise Damaged(
+            raise Unkeepable(
                 f"{first.checkpoint_id}: nodes {known.node} and {file.node} have different files named {file.path!r}. "
                 "With `writers: all` each node's files need names of their own."
             )
+    if not files:
+        raise Unkeepable(
+            f"{first.checkpoint_id} has no file: `step-{first.step}` is to hold what a program goes on from"
+        )
     needed = {(file.node, file.pack) for file in files.values()}
     try:
         return Manifest(
@@ -140,14 +148,14 @@ def _sidecar(files: Sequence[FileEntry], packs: Sequence[PackEntry], **fields: A
     try:
         return Sidecar(files=tuple(files), packs=tuple(packs), **fields)
     except ValidationError as error:
-        raise StoreError(f"the checkpoint cannot be kept: {first_problem(error)}") from error
+        raise Unkeepable(f"the checkpoint cannot be kept: {first_problem(error)}") from error
 
 
 def _publish(store: Store, run_id: str, made: Sidecar) -> Sidecar:
     """Writes the sidecar, which makes the part whole; the one that stands is believed, no answer."""
     data = to_bytes(made)
     if len(data) > MAX_DOCUMENT_BYTES:  # nobody could read it
-        raise StoreError(
+        raise Unkeepable(
             f"{made.checkpoint_id} cannot be kept: its list of files is too long. Write fewer, larger ones."
         )
     try:
