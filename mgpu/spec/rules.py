@@ -19,6 +19,8 @@ from mgpu_train.tasks.entry import TaskEntry
 from pydantic import ValidationError
 
 from mgpu.spec import command
+from mgpu.spec import sink as sinks
+from mgpu.spec.block import MOST_HOURS
 from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.gpus import capability_of
 from mgpu.spec.image import ImageSpec
@@ -107,6 +109,13 @@ def _options(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake((key,), wrong, ((spec.provider,),))
 
 
+def _sinks(spec: RunSpec) -> Iterator[Mistake]:
+    for name, sink in sinks.installed().found.items():
+        block = getattr(spec.sinks, name)
+        for key, wrong in sink.mistakes(block) if block is not None else ():
+            yield Mistake(("sinks", name, key), wrong)
+
+
 def _processes(spec: RunSpec) -> Iterator[Mistake]:
     if spec.gpus_per_node and spec.processes_per_node is not None:
         message = "either `gpus_per_node` (one process each) or `processes_per_node` is given, not both"
@@ -114,6 +123,17 @@ def _processes(spec: RunSpec) -> Iterator[Mistake]:
     if spec.gpu and not spec.gpus_per_node:
         message = "`gpus_per_node` is needed with it: how many of these a machine has"
         yield Mistake(("gpu",), message, (("gpus_per_node",),))
+
+
+def _times(spec: RunSpec) -> Iterator[Mistake]:
+    """What is longer than any machine lives is a slip; a run that has begun with one goes on."""
+    given: dict[Where, float] = {
+        ("lease_minutes",): spec.lease_minutes,
+        ("recovery", "wait_minutes"): spec.recovery.wait_minutes,
+    }
+    for at, minutes in given.items():
+        if minutes > MOST_HOURS * 60:
+            yield Mistake(at, f"must be at most {MOST_HOURS * 60}, not {minutes:g}")
 
 
 def _share(spec: RunSpec) -> Iterator[Mistake]:
@@ -450,7 +470,9 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
 RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _one_program,
     _options,
+    _sinks,
     _processes,
+    _times,
     _share,
     _code,
     _image,
