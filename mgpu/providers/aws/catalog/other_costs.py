@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws import names
 from mgpu.providers.aws.options import Disk, Options
+
+if TYPE_CHECKING:
+    from mgpu.providers.aws.instances.machine_image import MachineImage
 
 
 class _Prices(NamedTuple):
@@ -41,13 +44,25 @@ _DAYS = _HOURS / 24
 
 
 def other_costs(
-    needed: Requirements, offer: Offer, options: Options, saves: Saves | None, region_of: Callable[[str], str]
+    needed: Requirements,
+    offer: Offer,
+    options: Options,
+    saves: Saves | None,
+    region_of: Callable[[str], str],
+    image: MachineImage | None,
 ) -> Iterator[Cost]:
-    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known."""
+    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known; `image`: that
+    of its machines, None: not known, and none of its disks is larger than `disk_gib`, or comes beside it."""
     disk = options.disk or Disk()
-    monthly = needed.nodes * _of_disk(disk, needed.disk_gib)
-    disks = f"disks, {needed.nodes} x {needed.disk_gib} GiB {disk.type}"
-    yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF)
+    gib = max(needed.disk_gib, image.root_gib if image else 0)
+    whose = ", as the machine image has it" if gib > needed.disk_gib else ""
+    monthly = needed.nodes * _of_disk(disk, gib)
+    disks = f"disks, {needed.nodes} x {gib} GiB {disk.type}{whose}"
+    yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF or image is None)
+    if image is not None and image.others:
+        monthly = needed.nodes * sum(_of_other(ebs) for _, ebs in image.others)
+        what = f"disks that the machine image brings besides, {needed.nodes} x {len(image.others)}"
+        yield Cost(what=what, usd=monthly / _HOURS, per="hour", estimate=True)
     if disk.initialization_mib_s:
         usd = needed.nodes * disk.initialization_mib_s * PRICES.initialization_gib_mib_s
         what = f"machine image read in at {disk.initialization_mib_s} MiB/s, {needed.nodes} x at each start"
@@ -70,6 +85,15 @@ def _of_disk(disk: Disk, gib: int) -> float:
         usd += max(0, min(disk.iops or 0, upto) - below) * price
         below = upto
     return usd
+
+
+def _of_other(ebs: Mapping[str, Any]) -> float:
+    """Dollars a month of a disk as EC2 shows it. One of a kind that mgpu does not make counts as gp3, more or less."""
+    kind, gib = str(ebs.get("VolumeType", "")), int(ebs.get("VolumeSize") or 0)
+    if kind.startswith("io"):
+        return _of_disk(Disk.model_construct(type="io2", iops=ebs.get("Iops")), gib)
+    speed = {"iops": ebs.get("Iops"), "throughput_mib_s": ebs.get("Throughput")} if kind == "gp3" else {}
+    return _of_disk(Disk.model_construct(**speed), gib)
 
 
 def _traffic(needed: Requirements, offer: Offer, region_of: Callable[[str], str]) -> Iterator[Cost]:
