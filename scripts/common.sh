@@ -1,5 +1,9 @@
 # What the scripts of set-up share; each reads it in first. POSIX sh, Linux.
 
+# A service of systemd's, and many a container, have none; uv and Go ask for it, too.
+[ -n "${HOME:-}" ] || HOME=$(eval echo "~$(id -un)")
+export HOME
+
 case ${XDG_CACHE_HOME:-} in # a relative one is ignored, as the specification wants it and mgpu/paths.py does
 /*) cache=$XDG_CACHE_HOME/mgpu ;;
 *) cache=$HOME/.cache/mgpu ;;
