@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws import names
 from mgpu.providers.aws.options import Disk, Options
-
-if TYPE_CHECKING:
-    from mgpu.providers.aws.instances.machine_image import MachineImage
 
 
 class _Prices(NamedTuple):
@@ -43,16 +40,23 @@ _HOURS = 730  # of a month, as AWS counts
 _DAYS = _HOURS / 24
 
 
+class ImageDisks(NamedTuple):
+    """Of a machine image: its root disk in GiB, and the others as EC2 shows them."""
+
+    root_gib: int
+    others: tuple[Mapping[str, Any], ...] = ()
+
+
 def other_costs(
     needed: Requirements,
     offer: Offer,
     options: Options,
     saves: Saves | None,
     region_of: Callable[[str], str],
-    image: MachineImage | None,
+    image: ImageDisks | None,
 ) -> Iterator[Cost]:
-    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known; `image`: that
-    of its machines, None: not known, and none of its disks is larger than `disk_gib`, or comes beside it."""
+    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known; `image`: what
+    its machines are made from, None: not known, and its disk is not larger than `disk_gib`, and alone."""
     disk = options.disk or Disk()
     gib = max(needed.disk_gib, image.root_gib if image else 0)
     whose = ", as the machine image has it" if gib > needed.disk_gib else ""
@@ -60,7 +64,7 @@ def other_costs(
     disks = f"disks, {needed.nodes} x {gib} GiB {disk.type}{whose}"
     yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF or image is None)
     if image is not None and image.others:
-        monthly = needed.nodes * sum(_of_other(ebs) for _, ebs in image.others)
+        monthly = needed.nodes * sum(map(_of_other, image.others))
         what = f"disks that the machine image brings besides, {needed.nodes} x {len(image.others)}"
         yield Cost(what=what, usd=monthly / _HOURS, per="hour", estimate=True)
     if disk.initialization_mib_s:

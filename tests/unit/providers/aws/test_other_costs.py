@@ -11,7 +11,7 @@ import pytest
 from mgpu.errors import AuthError, InputError, NoOffer
 from mgpu.plan import rank
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
-from mgpu.providers.aws.catalog.other_costs import PRICES, other_costs
+from mgpu.providers.aws.catalog.other_costs import PRICES, ImageDisks, other_costs
 from mgpu.providers.aws.instances.machine_image import MachineImage
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
@@ -25,7 +25,7 @@ OFFER = Offer(
 )
 
 
-SMALL = MachineImage("ami-1", "/dev/sda1", 80)
+SMALL = ImageDisks(80)
 
 
 def costs(
@@ -66,7 +66,7 @@ def test_a_faster_disk_costs_what_its_speed_does(disk: dict[str, Any], usd_a_mon
 
 
 def test_a_disk_is_billed_as_large_as_the_machine_image_makes_it():
-    disks = the(costs(image=MachineImage("ami-1", "/dev/sda1", 400)), "disks")
+    disks = the(costs(image=ImageDisks(400)), "disks")
     assert "4 x 400 GiB gp3" in disks.what
     assert (math.isclose(disks.usd * MONTH_S / 3600, 4 * 400 * PRICES.gp3_gib_month), disks.estimate) == (True, False)
     assert the(costs(image=None), "disks").estimate, "it may be larger"
@@ -74,10 +74,10 @@ def test_a_disk_is_billed_as_large_as_the_machine_image_makes_it():
 
 def test_disks_that_a_machine_image_brings_besides_are_billed_too():
     others = (
-        ("/dev/sdf", {"VolumeSize": 500, "VolumeType": "io1", "Iops": 9000}),
-        ("/dev/sdg", {"VolumeSize": 20, "VolumeType": "gp2", "Iops": 100}),
+        {"VolumeSize": 500, "VolumeType": "io1", "Iops": 9000},
+        {"VolumeSize": 20, "VolumeType": "gp2", "Iops": 100},
     )
-    found = the(costs(image=MachineImage("ami-1", "/dev/sda1", 80, others=others)), "besides")
+    found = the(costs(image=ImageDisks(80, others)), "besides")
     assert (found.per, found.estimate) == ("hour", True)
     assert math.isclose(found.usd * MONTH_S / 3600, 4 * (500 * 0.125 + 9000 * 0.065 + 20 * 0.08))
 
@@ -92,6 +92,16 @@ def test_a_price_is_told_where_nobody_says_which_machine_image_it_will_be(answer
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials)
         needed = Requirements(provider="aws", disk_gib=250, max_price_usd_per_hour=9, max_hours=1)
         assert "1 x 250 GiB" in the([*AwsProvider().other_costs(needed, OFFER, None)], "disks").what
+
+
+def test_the_machine_image_is_the_one_that_launches_take(monkeypatch):
+    image = MachineImage("ami-1", "/dev/sda1", 400, others=(("/dev/sdf", {"VolumeSize": 9}),))
+    monkeypatch.setattr(AwsProvider, "configured", lambda _: True)
+    monkeypatch.setattr("mgpu.providers.aws.instances.machine_image.find", lambda *_: image)
+    needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1)
+    found = [*AwsProvider().other_costs(needed, OFFER, None)]
+    assert "1 x 400 GiB" in the(found, "disks, ").what
+    assert the(found, "besides").usd > 0
 
 
 def test_nobody_without_credentials_is_asked_for_the_machine_image(monkeypatch):
