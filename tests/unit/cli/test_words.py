@@ -382,6 +382,21 @@ def test_runs_of_a_sweep_whose_checkpoints_take_more_of_a_disk_are_looked_at_eac
     assert looked == [few, many], "the disk holds one checkpoint, not three"
 
 
+@pytest.mark.parametrize(("image", "alike"), [("", True), ("image: {repository: r.io/x}, ", False)])
+def test_runs_of_a_sweep_that_need_other_packages_of_their_image_are_looked_at_each(image, alike, monkeypatch):
+    """Else the first ones are queued before it is said what a later one lacks."""
+    text = (
+        "{{name: x, provider: local, max_price_usd_per_hour: 9, max_hours: 1, checkpoint: none, {}"
+        "train: {{optimizer: {}, lr: {}}}}}"
+    )
+    specs = [loads(text.format(image, *each), "f") for each in (("adamw", 1), ("adamw", 2), ("adamw8bit", 1))]
+    looked = list[object]()
+    monkeypatch.setattr(agreement, "looked_at", lambda _console, _run_file, spec: looked.append(spec) or ANY)
+    monkeypatch.setattr(agreement, "agree", lambda *_: None)
+    submit._agreed(Console(), Path("f"), specs, True)
+    assert looked == (specs[:1] if alike else [specs[0], specs[2]])
+
+
 def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():
     owed = record(teardown="asked", state=State.FAILED)
     assert closing.next_lines(owed)[0].startswith("mgpu down a-1 ")
