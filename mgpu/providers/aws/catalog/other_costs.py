@@ -27,6 +27,7 @@ class _Prices(NamedTuple):
     s3_gib_month: float = 0.023  # S3 Standard, the first 50 TB
     traffic_gib: float = 0.02  # out of the region; some regions ask several times as much
     near_traffic_gib: float = 0.01  # between us-east-1 and us-east-2
+    internet_gib: float = 0.09  # out of AWS, the first 10 TB of a month
 
 
 # Of https://aws.amazon.com: /ebs/pricing/, /vpc/pricing/ (public IPv4 addresses), /s3/pricing/, /ec2/pricing/on-demand/
@@ -54,9 +55,11 @@ def other_costs(
     saves: Saves | None,
     region_of: Callable[[str], str],
     image: ImageDisks | None,
+    store: str = "",
 ) -> Iterator[Cost]:
     """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known; `image`: what
-    its machines are made from, None: not known, and its disk is not larger than `disk_gib`, and alone."""
+    its machines are made from, None: not known, and its disk is not larger than `disk_gib`, and alone; `store`: the
+    server of all buckets, empty: S3."""
     disk = options.disk or Disk()
     gib = max(needed.disk_gib, image.root_gib if image else 0)
     whose = ", as the machine image has it" if gib > needed.disk_gib else ""
@@ -75,7 +78,10 @@ def other_costs(
         usd = needed.nodes * PRICES.address_hour
         yield Cost(what=f"public IPv4 addresses, {needed.nodes}", usd=usd, per="hour")
     yield from _traffic(needed, offer, region_of)
-    if saves is not None:
+    if saves is not None and store:
+        what = f"traffic to {store}, where that is outside of AWS"
+        yield Cost(what=what, usd=PRICES.internet_gib, per="GiB", estimate=True)
+    elif saves is not None:
         yield from _storage(saves)
 
 

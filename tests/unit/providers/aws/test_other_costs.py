@@ -159,6 +159,28 @@ def test_nothing_is_said_of_deleted_ones_where_nobody_knows(saves: Saves):
     assert math.isclose(the(found, "kept").usd, min(3, saves.made or 3) * PRICES.s3_gib_month)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("https://x.r2.example:9000", "x.r2.example"),
+        ("https://notamazonaws.com", "notamazonaws.com"),
+        ("https://bucket.vpce-1.s3.us-east-1.vpce.amazonaws.com", ""),
+        ("https://amazonaws.com", ""),
+        ("", ""),
+    ],
+)
+def test_a_store_that_is_not_s3_has_no_price_of_s3s(endpoint, host, monkeypatch):
+    """Nor is a bucket there in the region of one of S3's that has its name."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    monkeypatch.setattr(AwsProvider, "configured", lambda _: False)
+    needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1, stores=(BASE,))
+    found = [*AwsProvider().other_costs(needed, OFFER, Saves(to=BASE, kept=3, made=144))]
+    assert bool([each for each in found if "S3" in each.what]) == (host == "")
+    traffic = the(found, "traffic")
+    assert (traffic.usd, traffic.per) == ((0.09 if host else 0.02), "GiB")
+    assert (host in traffic.what, bool(traffic.avoidable)) == (True, not host)
+
+
 def test_a_run_file_says_which_stores_it_uses_and_how_much_its_retention_keeps():
     data = 'data: [{from: "s3://my-data/tokens", to: d}, {from: "s3://my-data/tokens", to: e}]\n'
     found = spec("{to: 's3://bucket/runs', every_minutes: 10, keep_last: 2, keep_best: 1, keep_every_hours: 6}", data)
