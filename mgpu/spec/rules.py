@@ -45,6 +45,7 @@ _RESERVED = {
     "ROLE_WORLD_SIZE",
     "WORLD_SIZE",
 }
+_OF_ANY = ("reference", "platform")  # keys of an image that exists, too
 _RESERVED_PREFIXES = ("MGPU_", "TORCHELASTIC_", "PET_")
 
 
@@ -172,10 +173,14 @@ def _image(spec: RunSpec) -> Iterator[Mistake]:
             message = f"needed: machines of {spec.provider} are containers of an image"
             yield Mistake(("image",), message, (("provider",),))
         return
+    seller = installed().found.get(spec.provider)
+    if seller is not None and seller.capabilities.platform not in ("", image.platform):
+        message = f"machines of {spec.provider} are {seller.capabilities.platform}"
+        yield Mistake(("image", "platform"), message, (("provider",),))
     if image.builds:
         yield from _build(spec, image)
         return
-    for key in (key for key in ImageSpec.model_fields if key != "reference" and key in image.model_fields_set):
+    for key in (key for key in ImageSpec.model_fields if key not in _OF_ANY and key in image.model_fields_set):
         message = "is for building, and `reference` names an image that exists"
         yield Mistake(("image", key), message, (("image", "reference"),))
 
