@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from mgpu.acquire import fit
+from mgpu.acquire.fit import Machines
 from mgpu.acquire.pauses import patiently
 from mgpu.errors import AuthError, InputError, MgpuError, NoOffer, ProviderError, RateLimited, Transient
 from mgpu.events import Emit, Warned
@@ -96,10 +98,12 @@ class Priced:
             emit(Warned(f"{what}: {error.what}"))
 
 
-def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Priced:
+def priced(
+    spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit, labels: Mapping[str, str] = MappingProxyType({})
+) -> Priced:
     """What a run file's fleet may cost, by the providers that say so within `ASKED_S`. Of several those that do not,
     lack credentials here, or have nothing on sale now, may have dear machines later, or elsewhere: they are left out.
-    `cancelled` and `emit`: as of `patiently`.
+    `cancelled` and `emit`: as of `patiently`; `labels`: of the run's image, which not all GPUs run.
 
     Raises:
         ProviderError, InputError: none says what it costs, and one of them may later; or none can be asked.
@@ -107,7 +111,7 @@ def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Pri
     prices, without = dict[str, float](), dict[str, MgpuError]()
     for name in sellers(spec):
         try:
-            prices[name] = patiently(partial(_most_of, spec.of(name)), ASKED_S, cancelled, emit)
+            prices[name] = patiently(partial(_most_of, spec.of(name), labels), ASKED_S, cancelled, emit)
         except (ProviderError, InputError) as error:
             without[name] = error
     if prices:
@@ -120,8 +124,9 @@ def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Pri
     return Priced(None, tuple(nothing), others)
 
 
-def _most_of(spec: RunSpec) -> float:
-    return most_usd_per_hour(spec, _of(spec))
+def _most_of(spec: RunSpec, labels: Mapping[str, str]) -> float:
+    found = _of(spec)
+    return most_usd_per_hour(spec, fit.fitting(labels, found, Machines.on_offer(None, found)))
 
 
 def most_usd_per_hour(spec: RunSpec, plan: Plan, beside: Mapping[str, float] = MappingProxyType({})) -> float:

@@ -17,6 +17,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.events import Event, Note, Warned
+from mgpu.image import compat
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
@@ -337,6 +338,18 @@ def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(p
     with pytest.raises(Transient):
         on_sale.priced(spec, at_once, unheard)
     clouds["slurm"].on_sale[:] = nothing
+
+
+def test_a_limit_by_the_hour_counts_no_machines_that_the_image_does_not_run_on(project, clouds):
+    aws = clouds["aws"]
+    aws.on_sale[:] = [each.model_copy(update={"gpu": "A100-80GB", "gpus": 0}) for each in aws.on_sale]
+    aws.on_sale.append(aws.on_sale[0].model_copy(update={"gpu": "B200", "price_usd_per_hour": 90.0}))
+    spec, labels = project.spec(), {compat.TORCH: "2.6.0", compat.CUDA: "12.4"}
+    assert on_sale.priced(spec, at_once, unheard).usd_per_hour == 90.0
+    assert on_sale.priced(spec, at_once, unheard, labels).usd_per_hour == 9.0
+    aws.on_sale[:] = aws.on_sale[-1:]
+    found = on_sale.priced(spec, at_once, unheard, labels)
+    assert (found.usd_per_hour, found.providers, "B200" in str(found.without["aws"])) == (2.0, ("slurm",), True)
 
 
 def test_one_busy_moment_takes_no_provider_from_a_run(project, clouds, world, monkeypatch):
