@@ -72,6 +72,11 @@ def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     return runs[0][1]
 
 
+def first(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
+    """As `load`, but of a sweep the first run: for commands that begin none, and ask who its machines are of."""
+    return sweep(path, changes)[0][1]
+
+
 def whole(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     """As `load`, but a `matrix` is left in it as it stands."""
     document = _read(path)
