@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from types import MappingProxyType
 
 from mgpu.acquire import fit
@@ -19,6 +20,7 @@ from mgpu.providers.base import other_usd_per_hour
 from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.rules import mistakes
 
+_WHY_CHARACTERS = 200  # of why one of several has nothing
 ASKED_S = 60.0  # for the price at one provider, while it is busy or does not answer
 
 
@@ -63,7 +65,7 @@ def plan(spec: RunSpec) -> Plan:
             plans.append(_of(spec.of(name)))
         except (ProviderError, InputError) as error:
             failures[name] = error
-    said = [f"{name}: {error.what}" for name, error in failures.items()]
+    said = [f"{name}: {_in_a_line(error)}" for name, error in failures.items()]
     if not plans:
         for error in failures.values():
             if isinstance(error, Transient | RateLimited):
@@ -73,6 +75,10 @@ def plan(spec: RunSpec) -> Plan:
         cure = f"`mgpu plan --set provider={names[0]}` says which offers come near; `mgpu check` what it lacks."
         raise NoOffer(what, why, cure)
     return rank.merged(plans, said)
+
+
+def _in_a_line(error: MgpuError) -> str:
+    return ": ".join(filter(None, (error.what, shorten(error.why, _WHY_CHARACTERS, placeholder=" ..."))))
 
 
 def _of(spec: RunSpec) -> Plan:

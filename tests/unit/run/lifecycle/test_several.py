@@ -115,6 +115,17 @@ def test_one_that_cannot_be_asked_hides_no_other(project, clouds):
     assert project.launch().record.provider == "slurm"
 
 
+def test_a_plan_says_why_one_of_them_has_nothing(project, clouds):
+    """Else the others' machines are paid for, and nobody knows that a host only does not answer."""
+    clouds["slurm"].on_sale.clear()
+    (note,) = on_sale.plan(project.spec()).notes
+    assert note.startswith("slurm: no offer of provider slurm meets the run file")
+    assert note.endswith("It has nothing of this kind on sale.")
+    clouds["aws"].refuses["offers"] = [AuthError("expired", "word " * 100)]
+    sells(clouds["slurm"], "slurm", 2.0, "on-demand")
+    assert len(on_sale.plan(project.spec()).notes[0]) < 230
+
+
 def test_where_nobody_has_anything_all_of_them_say_why(project, clouds):
     for each in clouds.values():
         each.on_sale.clear()
