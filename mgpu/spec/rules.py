@@ -24,7 +24,7 @@ from mgpu.spec.block import MOST_HOURS
 from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.gpus import capability_of
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
+from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, PhaseTimeouts, RunSpec
 from mgpu.spec.provider import installed, starts_from_image
 from mgpu.spec.values import no_name
 
@@ -128,12 +128,13 @@ def _processes(spec: RunSpec) -> Iterator[Mistake]:
 
 def _times(spec: RunSpec) -> Iterator[Mistake]:
     """What is longer than any machine lives is a slip; a run that has begun with one goes on."""
-    given: dict[Where, float] = {
+    given: dict[Where, float | None] = {
         ("lease_minutes",): spec.lease_minutes,
         ("recovery", "wait_minutes"): spec.recovery.wait_minutes,
+        **{("timeouts", key): getattr(spec.timeouts, key) for key in PhaseTimeouts.model_fields},
     }
     for at, minutes in given.items():
-        if minutes > MOST_HOURS * 60:
+        if minutes is not None and minutes > MOST_HOURS * 60:
             yield Mistake(at, f"must be at most {MOST_HOURS * 60}, not {minutes:g}")
 
 

@@ -1112,7 +1112,12 @@ def test_whether_lower_is_better_follows_from_names_that_say_it(metric, better):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lease_minutes", "86401"), ("recovery", "{wait_minutes: 1.0e9}"), ("max_hours", "1441")],
+    [
+        ("lease_minutes", "86401"),
+        ("recovery", "{wait_minutes: 1.0e9}"),
+        ("timeouts", "{saving_minutes: 1.0e13}"),
+        ("max_hours", "1441"),
+    ],
 )
 def test_nothing_is_waited_for_longer_than_any_machine_may_live(key, value):
     assert "must be at most" in the_problem(edited(DEMO, key, value)).message
