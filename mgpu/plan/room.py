@@ -100,7 +100,7 @@ def _count(spec: RunSpec, train: TrainConfig, wanted: Checkpoint) -> int:
     from mgpu_train.agent.uploads.saves import ALONE_IDLE, KEPT_IDLE
 
     stay = ALONE_IDLE if spec.nodes == 1 or wanted.writers == "rank0" else KEPT_IDLE
-    every = wanted.every_steps or (None if wanted.every_minutes else DEFAULT_EVERY_STEPS)
+    every = None if wanted.every_minutes else wanted.every_steps or DEFAULT_EVERY_STEPS  # whichever comes first
     return min(stay + 1, math.ceil(train.steps / every)) if every else stay + 1
 
 
