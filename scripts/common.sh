@@ -1,5 +1,13 @@
 # What the scripts of set-up share; each reads it in first. POSIX sh, Linux.
 
+# A service of systemd's, and many a container, have none; uv and Go ask for it, too.
+if [ -z "${HOME:-}" ]; then
+    who=$(id -un 2>/dev/null) || who=
+    case $(eval echo "~$who") in # a user without a name has none
+    /*) export HOME="$(eval echo "~$who")" ;;
+    esac
+fi
+
 case ${XDG_CACHE_HOME:-} in # a relative one is ignored, as the specification wants it and mgpu/paths.py does
 /*) cache=$XDG_CACHE_HOME/mgpu ;;
 *) cache=$HOME/.cache/mgpu ;;

@@ -186,9 +186,11 @@ class Search:
 
     def _paid_for_s(self, offer: Offer) -> float:
         """Seconds that `max_usd` pays for at this offer's highest price, with what is billed beside its machines."""
+        if not self.max_usd:
+            return math.inf
         needed = self.request.requirements
         usd_per_hour = offer.billed_at_most * needed.nodes + other_usd_per_hour(self.provider, needed, offer)
-        return self.max_usd / usd_per_hour * 3600 if self.max_usd and usd_per_hour else math.inf
+        return self.max_usd / usd_per_hour * 3600 if usd_per_hour else math.inf
 
     def _left_s(self) -> float:
         """Seconds until the hard cap that the fleet has already."""

@@ -89,12 +89,12 @@ def _needed(provider: str | None, run_file: Path | None) -> dict[str, Requiremen
     """The providers to look at, and what the run file asks of each; None: there is none, or it does not name it."""
     from mgpu.plan import rank
     from mgpu.run.job import on_sale
-    from mgpu.spec.load import load
+    from mgpu.spec.load import first
 
     path = run_file or Path(wiring.RUN_FILE)
     if run_file is None and provider and not path.exists():
         return {provider: None}
-    spec = load(path)
+    spec = first(path)
     if provider is None:
         return {name: rank.requirements(spec.of(name)) for name in on_sale.sellers(spec)}
     if run_file is None and provider not in spec.candidates:

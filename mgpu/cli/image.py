@@ -160,9 +160,13 @@ def _described(run_file: Path, repository: str | None = None) -> tuple[ImageSpec
     """The image of a run file, and where it goes; `repository`: unless the run file says."""
     from mgpu.image import place
     from mgpu.run.job.stack_output import provider_for
-    from mgpu.spec.load import load
+    from mgpu.spec.load import sweep
 
-    spec = load(run_file)
+    specs = [spec for _, spec in sweep(run_file)]
+    spec = specs[0]
+    if any(each.image != spec.image for each in specs):
+        what = f"{run_file} is a sweep of {len(specs)} runs, whose images differ"
+        raise InputError(what, "", "`mgpu submit` builds and pushes what each needs.")
     if spec.image is None:
         cure = "Add one: `image: {}` is the trainer's, `image: {reference: ...}` one that exists."
         raise InputError(f"{run_file} has no `image:`", "Its nodes run without a container.", cure)

@@ -17,6 +17,7 @@ from mgpu.console import Console
 
 RUN_FILE, EXAMPLE = "mgpu.yaml", "train.py"
 COMMAND = re.compile(r"command: \[[^]]*\]")
+_OF_TOOLS = ("setup.py", "conftest.py", "noxfile.py", "__init__.py")  # which tools find by their names
 IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
 
 
@@ -87,7 +88,7 @@ def _reach(backend: str | None, secrets_provider: str | None) -> None:
 
 def _program(folder: Path) -> Path | None:
     """The user's own, which the run file is to run."""
-    found = sorted(folder.glob("*.py"))
+    found = sorted(each for each in folder.glob("*.py") if each.name not in _OF_TOOLS)
     named = [folder / name for name in (EXAMPLE, "main.py") if folder / name in found]
     return named[0] if named else found[0] if len(found) == 1 else None
 

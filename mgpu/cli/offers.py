@@ -110,9 +110,9 @@ class _Wanted(NamedTuple):
 
 def _of_run_file(name: str, path: Path, changes: Iterable[Change]) -> dict[str, dict[str, str]]:
     """The provider's block of a run file. Raises InputError: the file has mistakes, or is for others."""
-    from mgpu.spec.load import load
+    from mgpu.spec.load import first
 
-    spec = load(path, changes)
+    spec = first(path, changes)
     agreement.require_for(spec, name, path, "offers")
     options = spec.of(name).options
     return {name: options.flat()} if options else {}

@@ -48,7 +48,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         problems.append(error)
     costs, budget = agreement.other_costs(spec, decided), agreement.Budget(spec.max_usd)
     try:
-        agreement.require_paid(decided, budget, costs)
+        agreement.require_paid(decided, budget, agreement.most_usd_per_hour(spec, decided, costs))
     except InputError as error:
         problems.append(error)
     if as_json:

@@ -96,6 +96,10 @@ def _agreed(console: Console, run_file: Path, specs: list[RunSpec], yes: bool) -
 
 def _rents(spec: RunSpec) -> object:
     """Equal for run files that ask for the same, whatever they train."""
+    from mgpu_train.tasks import extras
+
     from mgpu.plan import rank, room
 
-    return rank.requirements(spec), room.of(spec), spec.model_copy(update={"train": None, "command": None, "env": {}})
+    needs = {*extras.lacking(spec.train, ())} if spec.train and spec.image else set[str]()  # of the image
+    rest = spec.model_copy(update={"train": None, "command": None, "env": {}})
+    return rank.requirements(spec), room.of(spec), needs, rest

@@ -53,7 +53,7 @@ class Asked:
         spec = load(run_file, changes)
         if not self.lr_range:
             return trials.smoke(spec)
-        kept = load(run_file).train if self.write else None
+        kept = whole(run_file).train if self.write else None
         if kept is not None and kept.lr_from is not None:
             raise InputError(
                 f"{run_file}: `train.lr_from` and --write do not go together",

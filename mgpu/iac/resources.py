@@ -18,11 +18,11 @@ import pulumi
 from pulumi import Input, Output, ResourceOptions
 from pydantic.alias_generators import to_camel
 
-from mgpu.errors import MgpuError
+from mgpu.errors import InputError, MgpuError
 from mgpu.iac.failures import describe
 from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
-from mgpu.spec.load import accepted, load
+from mgpu.spec.load import accepted, sweep
 from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.provider import starts_from_image
 
@@ -48,7 +48,7 @@ def run_spec() -> RunSpec:
     """
     path, config = _run_file(), pulumi.Config("mgpu")
     try:  # of a run's own copy, what it names was looked at when it was submitted
-        spec = accepted(path.read_text(encoding="utf-8"), str(path)) if config.get("folder") else load(path)
+        spec = accepted(path.read_text(encoding="utf-8"), str(path)) if config.get("folder") else _of_all_runs(path)
     except OSError as error:
         raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:
@@ -59,6 +59,16 @@ def run_spec() -> RunSpec:
     if chosen not in spec.candidates:
         raise pulumi.RunError(f"mgpu:provider is {chosen}, which {path} does not name: {', '.join(spec.candidates)}")
     return spec.of(chosen)
+
+
+def _of_all_runs(path: Path) -> RunSpec:
+    """A run file; of a sweep, whose runs share a fleet, the first run. Raises InputError: they want different ones."""
+    first, *others = [spec for _, spec in sweep(path)]
+    asked = rank.requirements(first), first.image
+    if any((rank.requirements(each), each.image) != asked for each in others):
+        why = "Its `matrix` has runs on other machines, or with another image, and a stack has one fleet."
+        raise InputError(f"{path} is a sweep", why, "Name a run file of one: `pulumi config set mgpu:runFile FILE`.")
+    return first
 
 
 def _run_file() -> Path:

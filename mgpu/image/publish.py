@@ -184,8 +184,9 @@ class _Publishing:
         for each in made_of.named.unused(self._spec.args):
             self._warn(each)
         private = (self._spec.secrets or self._spec.ca_file) and recipe.asks
-        for base, found in made_of.bases.items():
-            self._pull(Reference.parse(base), found, needed=bool(private))
+        for base, platform in dict.fromkeys((use.image, use.platform) for use in made_of.named.uses):
+            wanted = platform or self._spec.platform
+            self._pull(Reference.parse(base), made_of.bases[base], wanted, needed=bool(private))
         if private:
             self._require_no_trigger(made_of)
         self._emit(Note(f"building {name}"))
@@ -195,14 +196,14 @@ class _Publishing:
         engine.tag(image, str(name))
         return image
 
-    def _pull(self, name: Reference, base: bases.BaseImage, *, needed: bool) -> None:
+    def _pull(self, name: Reference, base: bases.BaseImage, platform: str, *, needed: bool) -> None:
         """A base that the builder has no login for: it asks docker's configuration alone. `needed`: any other, too."""
         there = name.at(base.digest)
         dockers = auths.is_dockers(name.registry) and not needed
-        if not base.pinned or dockers or self._engine().inspect(there) is not None:
+        if not base.pinned or dockers or ((here := self._engine().inspect(there)) and here.platform == platform):
             return
         self._emit(Note(f"pulling the base image {there}"))
-        self._engine().pull(there, self._spec.platform, self._auth(name))
+        self._engine().pull(there, platform, self._auth(name))
 
     def _require_no_trigger(self, made_of: _MadeOf) -> None:
         """An `ONBUILD COPY . /app` of a base image takes `.build` along, as one of the Dockerfile's own would."""

@@ -310,7 +310,10 @@ def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]], notes
     what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}{where}, {needed.market}"
     if not refused:
         why = "\n".join(("It has nothing of this kind on sale.", *notes[:_SHOWN]))
-        return NoOffer(what, why, "Change `gpus_per_node`, `gpu`, `regions` or `provider`.")
+        if not notes:
+            return NoOffer(what, why, "Change `gpus_per_node`, `gpu`, `regions` or `provider`.")
+        look = f"`mgpu check {needed.provider}` looks closer"
+        return NoOffer(what, why, f"Mend what is told here ({look}), or change `gpus_per_node` or `provider`.")
     lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]
     if len(refused) > _SHOWN:
         lines.append(f"and {len(refused) - _SHOWN} more")

@@ -43,19 +43,15 @@ def of(spec: RunSpec) -> CheckpointRoom | None:
     return CheckpointRoom(save_gib=round(part, 1), count=count, resumed_gib=round(resumed, 1), disk_gib=spec.disk_gib)
 
 
-def require(spec: RunSpec) -> CheckpointRoom | None:
-    """What `of` says.
-
-    Raises:
-        InputError: the disk is smaller than the checkpoints that come to lie on it.
-    """
+def too_small(spec: RunSpec) -> InputError | None:
+    """That the disk is smaller than the checkpoints which come to lie on it; None: it is not, as far as is known."""
     room = of(spec)
     if room is None or room.kept_gib <= room.disk_gib or spec.train is None:
-        return room
+        return None
     parameters = LmOptions.model_validate(spec.train.task_options).model.parameters
     least = math.ceil((room.kept_gib + room.resumed_gib) / _STEP_GIB) * _STEP_GIB
     share = " of each machine" if spec.nodes > 1 else ""
-    raise InputError(
+    return InputError(
         f"disk_gib: {room.disk_gib} GiB do not hold the checkpoints{share}, {room.kept_gib:.4g} GiB",
         f"`train.model` has {parameters:.3g} parameters, and a checkpoint {room.save_gib:g} GiB{share}; {room.count} "
         "of them lie on the disk, the one that is being written among them. Nothing was rented.",
@@ -104,7 +100,7 @@ def _count(spec: RunSpec, train: TrainConfig, wanted: Checkpoint) -> int:
     from mgpu_train.agent.uploads.saves import ALONE_IDLE, KEPT_IDLE
 
     stay = ALONE_IDLE if spec.nodes == 1 or wanted.writers == "rank0" else KEPT_IDLE
-    every = wanted.every_steps or (None if wanted.every_minutes else DEFAULT_EVERY_STEPS)
+    every = None if wanted.every_minutes else wanted.every_steps or DEFAULT_EVERY_STEPS  # whichever comes first
     return min(stay + 1, math.ceil(train.steps / every)) if every else stay + 1
 
 

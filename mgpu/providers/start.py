@@ -72,7 +72,8 @@ def start_script(
         "user": user,
         "authorized_key": authorized_key,
         "host_key": host_key.private.rstrip("\n") if host_key else "",
-        "lease_s": str(math.ceil(request.lease_s)),
+        # with a number that sh cannot calculate with the machine would have no clock at all
+        "lease_s": str(math.ceil(min(request.lease_s, request.hard_cap_s))),
         "hard_cap_s": str(math.ceil(request.hard_cap_s)),
         "ends_by": str(math.ceil(request.ends_by)),
         "lease_script": (_HERE / "lease.sh").read_text(encoding="utf-8").rstrip("\n"),

@@ -11,12 +11,12 @@ import hmac
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
 from urllib.parse import urlsplit
 
 from mgpu_train.config import EnvName, Text
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from mgpu.sinks import telling
 from mgpu.sinks.base import Heard
@@ -26,18 +26,13 @@ from mgpu.spec.sink import SinkEntry
 VERSION = 1
 
 
-def _address_or_name(text: str) -> str:
-    if not re.fullmatch(r"(?i:https?)://[^\s/]\S*|[A-Za-z_]\w*", text, re.ASCII):
-        raise ValueError("must be http(s)://..., or the name of the environment variable that holds it")
-    return text
+_ADDRESS_OR_NAME = re.compile(r"(?i:https?)://[^\s/]\S*|[A-Za-z_]\w*", re.ASCII)
 
 
 class WebhookOptions(telling.Options):
     """`sinks.webhook:` each message as JSON to an address."""
 
-    url: Annotated[EnvName | Text, AfterValidator(_address_or_name)] = Field(
-        description="http(s)://..., or the name of the environment variable that holds it"
-    )
+    url: EnvName | Text = Field(description="http(s)://..., or the name of the environment variable that holds it")
     secret: EnvName | None = Field(
         None, description="name of the environment variable whose value signs each request (default: not signed)"
     )
@@ -92,4 +87,9 @@ def value_of(variable: str) -> str:
     return value
 
 
-ENTRY = SinkEntry("mgpu.sinks.webhook:WebhookSink", WebhookOptions)
+def _mistakes(block: WebhookOptions) -> Iterator[tuple[str, str]]:
+    if not _ADDRESS_OR_NAME.fullmatch(block.url):
+        yield "url", "must be http(s)://..., or the name of the environment variable that holds it"
+
+
+ENTRY = SinkEntry("mgpu.sinks.webhook:WebhookSink", WebhookOptions, mistakes=_mistakes)

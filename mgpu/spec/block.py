@@ -22,6 +22,7 @@ def as_list(value: Any) -> Any:
 
 
 Market = Literal["spot", "on-demand", "spot-then-on-demand"]
+MOST_HOURS = 24 * 60  # of a hard cap, and of all that is waited for
 WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Word = Annotated[
     str,
@@ -65,7 +66,12 @@ class MachineKeys(Block):
     market: Market = Field(default="on-demand", description="how the machines are bought")
     max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
     max_hours: float = Field(gt=0, description="hard cap: hours after which the machines end, whatever happens")
-    lease_minutes: float = Field(default=60, gt=0, description="minutes that a fleet without a run lives")
+    lease_minutes: float = Field(
+        default=60,
+        gt=0,
+        json_schema_extra={"maximum": MOST_HOURS * 60},
+        description="minutes that a fleet without a run lives",
+    )
 
 
 class ProviderOptions(Block):

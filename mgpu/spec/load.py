@@ -27,9 +27,9 @@ from pydantic import ValidationError
 
 from mgpu.errors import InputError, Problem, SpecError
 from mgpu.spec import command
-from mgpu.spec.block import ProviderOptions
-from mgpu.spec.model import RunSpec, is_shell
-from mgpu.spec.provider import entry
+from mgpu.spec.block import ProviderOptions, as_list
+from mgpu.spec.model import RunSpec, candidates, is_shell
+from mgpu.spec.provider import entry, installed
 from mgpu.spec.rules import Mistake, mistakes
 from mgpu.spec.text.change import Change
 from mgpu.spec.text.document import MAX_BYTES, MAX_DEPTH, STRING, Document, Where, is_text, read
@@ -72,11 +72,15 @@ def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     return runs[0][1]
 
 
+def first(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
+    """As `load`, but of a sweep the first run: for commands that begin none, and ask who its machines are of."""
+    return sweep(path, changes)[0][1]
+
+
 def whole(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     """As `load`, but a `matrix` is left in it as it stands."""
     document = _read(path)
-    for change in changes:
-        change.make(document)
+    _change(document, changes)
     return _checked(document, path.parent)
 
 
@@ -84,16 +88,14 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
     """The runs of a run file, each with the values that make it differ: one, or those that its `matrix` asks for. What
     `changes` give is no axis of it. Arguments and errors as of `load`."""
     document, changes = _read(path), [*changes]
-    for change in changes:
-        change.make(document)
+    _change(document, changes)
     axes = _axes(document, {change.at for change in changes})
     if not axes:
         return [({}, _checked(document, path.parent))]
     runs, wrong = list[tuple[dict[str, str], RunSpec]](), dict[str, Problem]()
     for values in product(*axes):
         each = deepcopy(document)
-        for value in values:
-            value.make(each)
+        _change(each, values)
         try:
             spec = _checked(each, path.parent)
         except SpecError:
@@ -103,6 +105,22 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
     if wrong:
         raise Document(str(path), problems=list(wrong.values())).error()
     return runs
+
+
+def _change(document: Document, changes: Iterable[Change]) -> None:
+    """Makes the changes. Where one of them names another provider, the file's blocks of those that it leaves out say
+    nothing of this run; one that a change is in is still a mistake."""
+    made = set[Where]()
+    for change in changes:
+        change.make(document)
+        made.add(change.at)
+    named = as_list(document.data.get("provider")) if isinstance(document.data, dict) else None
+    if ("provider",) not in made or not isinstance(named, tuple):
+        return
+    changed = {at[0] for at in made} | {at[0] for at, mark in document.marks.items() if at and mark.origin}
+    for name in ({*installed().names} & {*document.data}) - {*candidates(map(str, named)), *changed}:
+        document.forget((name,))
+        del document.data[name]
 
 
 def _axes(document: Document, given: set[Where]) -> list[list[Change]]:

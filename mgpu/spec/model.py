@@ -6,6 +6,7 @@ Only what one key can say of itself is checked here; what several keys say toget
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mgpu_train import launchers
@@ -25,7 +26,7 @@ from pydantic import (
 )
 
 from mgpu.spec import sink as sinks
-from mgpu.spec.block import Block, MachineKeys, Names, ProviderOptions, Word, as_list
+from mgpu.spec.block import MOST_HOURS, Block, MachineKeys, Names, ProviderOptions, Word, as_list
 from mgpu.spec.expect import Expectation
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.provider import installed, on_this_machine
@@ -47,6 +48,15 @@ def is_shell(launcher: object) -> bool:
 
 
 ANY = "any"  # all providers but those of this machine
+
+
+def candidates(providers: Iterable[str]) -> tuple[str, ...]:
+    """The providers whose machines a run that names these may have."""
+    found = installed().found
+    others = [name for name in installed().names if not found[name].capabilities.this_machine]
+    return tuple(dict.fromkeys(name for each in providers for name in (others if each == ANY else [each])))
+
+
 _Seller = Annotated[Word, WithJsonSchema({"type": "string", "enum": [ANY, *installed().names]})]
 Providers = Annotated[tuple[Word, ...], BeforeValidator(as_list, json_schema_input_type=_Seller | tuple[_Seller, ...])]
 Teardown = Literal["always", "keep"]
@@ -118,7 +128,12 @@ class Recovery(Block):
     """`recovery:` what happens when a machine is lost."""
 
     attempts: int = Field(1, ge=1, le=1000, description="starts of the launcher in all")
-    wait_minutes: float = Field(10, ge=0, description="minutes to wait for capacity, or the store, before an attempt")
+    wait_minutes: float = Field(
+        10,
+        ge=0,
+        json_schema_extra={"maximum": MOST_HOURS * 60},
+        description="minutes to wait for capacity, or the store, before an attempt",
+    )
 
 
 class PhaseTimeouts(Block):
@@ -195,7 +210,7 @@ class Keys(MachineKeys, _Named):
 
     max_hours: float = Field(
         ge=0.01,  # half a minute: below it machines end before anything has begun
-        le=24 * 60,
+        le=MOST_HOURS,
         description="hard cap: hours after which the machines end, whatever happens",
     )
     processes_per_node: int | None = Field(
@@ -277,9 +292,7 @@ class Keys(MachineKeys, _Named):
     @property
     def candidates(self) -> tuple[str, ...]:
         """The providers whose machines the run may have."""
-        found = installed().found
-        others = [name for name in installed().names if not found[name].capabilities.this_machine]
-        return tuple(dict.fromkeys(name for each in self.providers for name in (others if each == ANY else [each])))
+        return candidates(self.providers)
 
     @property
     def provider(self) -> str:

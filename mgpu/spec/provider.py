@@ -49,6 +49,10 @@ class Capabilities(BaseModel):
     listing_lag_s: float = Field(
         default=0, description="seconds after a request: `find` and `list_owned` may not show it"
     )
+    platform: str = Field(
+        default="",
+        description="what all of its machines are, e.g. linux/amd64: images for others are refused; empty: any",
+    )
     boot_s: float = Field(
         default=0, description="seconds from the grant until the slowest machines answer by SSH; 0: not known"
     )

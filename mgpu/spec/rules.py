@@ -19,10 +19,12 @@ from mgpu_train.tasks.entry import TaskEntry
 from pydantic import ValidationError
 
 from mgpu.spec import command
+from mgpu.spec import sink as sinks
+from mgpu.spec.block import MOST_HOURS
 from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.gpus import capability_of
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
+from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, PhaseTimeouts, RunSpec
 from mgpu.spec.provider import installed, starts_from_image
 from mgpu.spec.values import no_name
 
@@ -43,6 +45,7 @@ _RESERVED = {
     "ROLE_WORLD_SIZE",
     "WORLD_SIZE",
 }
+_OF_ANY = ("reference", "platform")  # keys of an image that exists, too
 _RESERVED_PREFIXES = ("MGPU_", "TORCHELASTIC_", "PET_")
 
 
@@ -107,6 +110,13 @@ def _options(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake((key,), wrong, ((spec.provider,),))
 
 
+def _sinks(spec: RunSpec) -> Iterator[Mistake]:
+    for name, sink in sinks.installed().found.items():
+        block = getattr(spec.sinks, name)
+        for key, wrong in sink.mistakes(block) if block is not None else ():
+            yield Mistake(("sinks", name, key), wrong)
+
+
 def _processes(spec: RunSpec) -> Iterator[Mistake]:
     if spec.gpus_per_node and spec.processes_per_node is not None:
         message = "either `gpus_per_node` (one process each) or `processes_per_node` is given, not both"
@@ -114,6 +124,18 @@ def _processes(spec: RunSpec) -> Iterator[Mistake]:
     if spec.gpu and not spec.gpus_per_node:
         message = "`gpus_per_node` is needed with it: how many of these a machine has"
         yield Mistake(("gpu",), message, (("gpus_per_node",),))
+
+
+def _times(spec: RunSpec) -> Iterator[Mistake]:
+    """What is longer than any machine lives is a slip; a run that has begun with one goes on."""
+    given: dict[Where, float | None] = {
+        ("lease_minutes",): spec.lease_minutes,
+        ("recovery", "wait_minutes"): spec.recovery.wait_minutes,
+        **{("timeouts", key): getattr(spec.timeouts, key) for key in PhaseTimeouts.model_fields},
+    }
+    for at, minutes in given.items():
+        if minutes is not None and minutes > MOST_HOURS * 60:
+            yield Mistake(at, f"must be at most {MOST_HOURS * 60}, not {minutes:g}")
 
 
 def _share(spec: RunSpec) -> Iterator[Mistake]:
@@ -152,10 +174,14 @@ def _image(spec: RunSpec) -> Iterator[Mistake]:
             message = f"needed: machines of {spec.provider} are containers of an image"
             yield Mistake(("image",), message, (("provider",),))
         return
+    seller = installed().found.get(spec.provider)
+    if seller is not None and seller.capabilities.platform not in ("", image.platform):
+        message = f"machines of {spec.provider} are {seller.capabilities.platform}"
+        yield Mistake(("image", "platform"), message, (("provider",),))
     if image.builds:
         yield from _build(spec, image)
         return
-    for key in (key for key in ImageSpec.model_fields if key != "reference" and key in image.model_fields_set):
+    for key in (key for key in ImageSpec.model_fields if key not in _OF_ANY and key in image.model_fields_set):
         message = "is for building, and `reference` names an image that exists"
         yield Mistake(("image", key), message, (("image", "reference"),))
 
@@ -450,7 +476,9 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
 RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _one_program,
     _options,
+    _sinks,
     _processes,
+    _times,
     _share,
     _code,
     _image,

@@ -7,8 +7,9 @@ jsonl = "mgpu.sinks.jsonl:ENTRY"
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from mgpu_train import entries
 from mgpu_train.entries import Entries
@@ -28,6 +29,8 @@ class SinkEntry:
     # Why it cannot serve a run with this code, git+URL@REF, empty: a folder's; empty: it can. Asked before anything is
     # rented.
     refuse: Callable[[str], str] = lambda _code: ""
+    # What is wrong in its block beside the types of its keys, each with its key. A run that has begun is not asked.
+    mistakes: Callable[[Any], Iterable[tuple[str, str]]] = lambda _block: ()
 
 
 @functools.cache

@@ -94,6 +94,12 @@ def test_the_user_logs_in_with_one_key_and_may_become_root(boot: Boot):
     assert "ubuntu ALL=(ALL) NOPASSWD:ALL" in out
 
 
+def test_a_lease_for_ever_leaves_the_machine_its_clocks(boot: Boot):
+    out = boot("sh /tmp/user-data; cat /home/ubuntu/.mgpu/lease /run/mgpu/hard-cap", script(lease_s=6e21))
+    lease, hard_cap = map(int, out.split()[-2:])
+    assert abs(lease - hard_cap) <= 1
+
+
 def test_nobody_logs_in_to_a_plain_machine_by_a_password(boot: Boot, require):
     require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
     out = boot(

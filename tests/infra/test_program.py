@@ -208,6 +208,14 @@ def test_a_provider_that_the_run_file_does_not_name_is_refused(program):
         program(provider=["slurm", "local"], config={"mgpu:provider": "aws"})
 
 
+def test_runs_of_a_sweep_have_one_fleet_where_they_are_on_the_same_machines(program):
+    made, exported = program(matrix={"env.SEED": ["a", "b"], "nodes": [2]})
+    settled(exported["mgpu"])
+    assert made["fleet"].inputs["nodes"] == 2
+    with pytest.raises(pulumi.RunError, match="is a sweep\nIts `matrix` has runs on other machines"):
+        program(matrix={"nodes": [1, 2]})
+
+
 def test_a_run_file_with_mistakes_ends_the_program_without_a_traceback(program):
     with pytest.raises(pulumi.RunError, match="nodes"):
         program(nodes=0)

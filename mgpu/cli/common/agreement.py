@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mgpu.console import Console
-from mgpu.errors import InputError, NoCapacity
+from mgpu.errors import InputError, MgpuError, NoCapacity
 from mgpu.run.record.record import Record
 from mgpu.words import count, duration, usd, utc
 
@@ -30,13 +30,22 @@ def make_plan(spec: RunSpec) -> Plan:
 
     Raises:
         InputError: the disk that is asked for does not hold the run's checkpoints.
-        ProviderError: none answers, or has an offer that fits.
+        ProviderError: none answers, or has an offer that fits; that the disk is too small is told along with it.
     """
     from mgpu.plan import room
     from mgpu.run.job import on_sale
 
-    checkpoints = room.require(spec)
-    return on_sale.plan(spec).model_copy(update={"checkpoints": checkpoints})
+    small = room.too_small(spec)
+    try:
+        plan = on_sale.plan(spec)
+    except MgpuError as error:
+        if small is not None:
+            error.why = "\n".join(filter(None, (error.why, small.what, small.why)))
+            error.next_step = f"{error.next_step} {small.next_step}".lstrip()
+        raise
+    if small is not None:
+        raise small
+    return plan.model_copy(update={"checkpoints": room.of(spec)})
 
 
 def with_profile(provider: str, options: dict[str, str], profile: str, instead: str) -> dict[str, str]:
@@ -144,9 +153,16 @@ def _at_most(plan: Plan, budget: Budget, beside: float) -> str:
     return f"at most {budget}{pays}"
 
 
-def require_paid(plan: Plan, budget: Budget, costs: Iterable[Cost] = ()) -> None:
-    """Raises InputError: what the run may spend pays for no training. `costs`: beside the machines."""
-    usd_per_hour = plan.billed_at_most + _hourly(costs)
+def most_usd_per_hour(spec: RunSpec, plan: Plan, costs: Iterable[Cost]) -> float:
+    """Of all nodes with what they have beside them, whichever offer is taken. `costs`: beside those of the first
+    one's provider."""
+    from mgpu.run.job import on_sale
+
+    return on_sale.most_usd_per_hour(spec, plan, {plan.best.provider: _hourly(costs)})
+
+
+def require_paid(plan: Plan, budget: Budget, usd_per_hour: float) -> None:
+    """Raises InputError: what the run may spend pays for no training. `usd_per_hour`: as `most_usd_per_hour` says."""
     paid_s = budget.left / usd_per_hour * 3600 if usd_per_hour else _LEAST_S
     if paid_s < _LEAST_S:
         left = f"{cents(budget.left)}{', which is left of it,' if budget.spent else ''}"
@@ -254,10 +270,11 @@ def looked_at(
     finally:  # the price is known all the same
         costs = other_costs(spec, plan)
         show_plan(console, plan, costs, budget)
-    require_paid(plan, budget, costs)
+    most = most_usd_per_hour(spec, plan, costs)
+    require_paid(plan, budget, most)
     require_begun(plan, spec.recovery.wait_minutes)
     if begins:
-        account.require_room(plan.billed_at_most + _hourly(costs))
+        account.require_room(most)
     if image is not None:
         console.say(str(image))
     return machines

@@ -84,9 +84,9 @@ def _of_run_file(path: Path | None, *, alone: bool) -> tuple[str | None, dict[st
     if path is None and not alone:
         return None, {}, {}
     from mgpu.plan import rank
-    from mgpu.spec.load import load
+    from mgpu.spec.load import first
 
-    needed = rank.requirements(load(path or Path(wiring.RUN_FILE)))
+    needed = rank.requirements(first(path or Path(wiring.RUN_FILE)))
     wanted = needed.model_dump(include={"gpu", "gpus_per_node", "nodes", "regions"}) | {"hours": needed.max_hours}
     return needed.provider, needed.provider_options, wanted
 

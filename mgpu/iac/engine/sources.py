@@ -222,8 +222,9 @@ def _module_dir(program: _GoProgram, folder: Path, go: Path, outside: Outside) -
 
 
 def _go_env() -> dict[str, str]:
-    """The user's environment without their own workspace and flags; without cgo no C compiler is needed."""
-    return {**os.environ, "GOWORK": "off", "GOFLAGS": "", "CGO_ENABLED": "0"}
+    """The user's environment without their own workspace and flags; without cgo no C compiler is needed. Go finds no
+    place for what it downloads where nothing names a home."""
+    return {"HOME": str(Path.home()), **os.environ, "GOWORK": "off", "GOFLAGS": "", "CGO_ENABLED": "0"}
 
 
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)

@@ -166,9 +166,15 @@ class FleetOutputs(FleetInputs):
                 "machines": machines,
                 "nodes": len(machines),
                 "price_usd_per_hour": sum(machine.price_usd_per_hour for machine in machines),
-                "other_usd_per_hour": _beside(self, offer, len(machines)),
+                "other_usd_per_hour": self._other(offer, len(machines)),
             }
         )
+
+    def _other(self, offer: Offer, machines: int) -> float:
+        """As it was bought: whether the provider can say it anew, and here, changes no bill."""
+        if self.other_usd_per_hour is None or not self.nodes or offer != self.offer:
+            return _beside(self, offer, machines)
+        return self.other_usd_per_hour / self.nodes * machines
 
 
 def live_machines(state: FleetState, offer: Offer, pinned: Mapping[str, Machine]) -> tuple[Machine, ...]:

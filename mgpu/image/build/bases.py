@@ -27,11 +27,13 @@ _PREDEFINED = re.compile(r"(HTTP|HTTPS|FTP|NO|ALL)_PROXY|BUILDKIT_\w+|SOURCE_DAT
 
 
 class Use(NamedTuple):
-    """Where a Dockerfile names an image: as which word of which instruction."""
+    """Where a Dockerfile names an image: as which word of which instruction; `platform`: for which machines (empty:
+    those that are built for)."""
 
     image: str
     word: str
     at: DockerfileInstruction
+    platform: str = ""
 
 
 class Copied(NamedTuple):
@@ -267,7 +269,8 @@ class _Reader:
         image = self._filled(word, self.outer)
         parent = self.stages.index(image.lower()) if image and image.lower() in self.stages else None
         if parent is None and not _own(image, ()):
-            self.uses.append(Use(image, word, each))
+            given = next((flag.partition("=")[2] for flag in each.flags if flag.startswith("--platform=")), "")
+            self.uses.append(Use(image, word, each, self._filled(given, self.outer) if given else ""))
         self.inner.append({} if parent is None else {**self.inner[parent]})
         self.folders.append(self.folders[parent] if parent is not None else "/" if image.lower() == "scratch" else "")
         self.parents.append(parent)

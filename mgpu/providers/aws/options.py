@@ -230,6 +230,7 @@ ENTRY = ProviderEntry(
         spot=True,
         multi_node=True,
         image_repository=True,
+        platform="linux/amd64",
         idempotent_create=True,
         listing_lag_s=names.LAG_S,
         boot_s=1500,  # metal; see `AwsProvider.boot_s`

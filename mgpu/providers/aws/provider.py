@@ -110,9 +110,14 @@ class AwsProvider(Provider):
 
     def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
         """Disks, public addresses, traffic between regions, and S3. Raises InputError."""
-        from mgpu.providers.aws.catalog.other_costs import other_costs
+        from mgpu.providers.aws.catalog.other_costs import ImageDisks, other_costs
+        from mgpu.providers.aws.catalog.store_regions import elsewhere
+        from mgpu.providers.aws.instances import machine_image
 
-        return tuple(other_costs(requirements, offer, self._of(requirements), saves, self._region_of))
+        options = self._of(requirements)
+        image = machine_image.glance(self._account, options, offer.region) if self.configured() else None
+        disks = ImageDisks(image.root_gib, tuple(ebs for _, ebs in image.others)) if image else None
+        return tuple(other_costs(requirements, offer, options, saves, self._region_of, disks, elsewhere()))
 
     def boot_s(self, requirements: Requirements) -> float:
         """By the slowest type that is on offer. Raises InputError."""

@@ -170,6 +170,7 @@ def _compare(spec: RunSpec, base: Path, reference: str, emit: Emit) -> None:
         emit(Warned(f"whether {what.replace(' is not ', ' is ')} is not known: {error.what}"))
         return
     if digest == Reference.parse(reference).digest:
+        _require_extras(spec, spec.image, base)
         return
     if in_image(spec):
         raise InputError(

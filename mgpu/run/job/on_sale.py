@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
+from types import MappingProxyType
 
+from mgpu.acquire import fit
+from mgpu.acquire.fit import Machines
 from mgpu.acquire.pauses import patiently
 from mgpu.errors import AuthError, InputError, MgpuError, NoOffer, ProviderError, RateLimited, Transient
 from mgpu.events import Emit, Warned
 from mgpu.plan import rank
-from mgpu.plan.model import Plan
+from mgpu.plan.model import Offer, Plan
 from mgpu.providers import registry
 from mgpu.providers.base import other_usd_per_hour
 from mgpu.spec.model import ANY, RunSpec
 from mgpu.spec.rules import mistakes
 
+_WHY_CHARACTERS = 200  # of why one of several has nothing
 ASKED_S = 60.0  # for the price at one provider, while it is busy or does not answer
 
 
@@ -60,16 +65,20 @@ def plan(spec: RunSpec) -> Plan:
             plans.append(_of(spec.of(name)))
         except (ProviderError, InputError) as error:
             failures[name] = error
-    said = [f"{name}: {error.what}" for name, error in failures.items()]
+    said = [f"{name}: {_in_a_line(error)}" for name, error in failures.items()]
     if not plans:
         for error in failures.values():
             if isinstance(error, Transient | RateLimited):
                 raise error
         what = f"none of {', '.join(names)} has an offer that meets the run file"
         why = "\n".join(f"{name}: {error.what}. {error.next_step}".rstrip() for name, error in failures.items())
-        cure = "`mgpu plan` with one of them alone says which offers come near; `mgpu check` what it lacks."
+        cure = f"`mgpu plan --set provider={names[0]}` says which offers come near; `mgpu check` what it lacks."
         raise NoOffer(what, why, cure)
     return rank.merged(plans, said)
+
+
+def _in_a_line(error: MgpuError) -> str:
+    return ": ".join(filter(None, (error.what, shorten(error.why, _WHY_CHARACTERS, placeholder=" ..."))))
 
 
 def _of(spec: RunSpec) -> Plan:
@@ -95,10 +104,12 @@ class Priced:
             emit(Warned(f"{what}: {error.what}"))
 
 
-def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Priced:
+def priced(
+    spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit, labels: Mapping[str, str] = MappingProxyType({})
+) -> Priced:
     """What a run file's fleet may cost, by the providers that say so within `ASKED_S`. Of several those that do not,
     lack credentials here, or have nothing on sale now, may have dear machines later, or elsewhere: they are left out.
-    `cancelled` and `emit`: as of `patiently`.
+    `cancelled` and `emit`: as of `patiently`; `labels`: of the run's image, which not all GPUs run.
 
     Raises:
         ProviderError, InputError: none says what it costs, and one of them may later; or none can be asked.
@@ -106,7 +117,7 @@ def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Pri
     prices, without = dict[str, float](), dict[str, MgpuError]()
     for name in sellers(spec):
         try:
-            prices[name] = patiently(partial(_dearest_usd_per_hour, spec.of(name)), ASKED_S, cancelled, emit)
+            prices[name] = patiently(partial(_most_of, spec.of(name), labels), ASKED_S, cancelled, emit)
         except (ProviderError, InputError) as error:
             without[name] = error
     if prices:
@@ -119,10 +130,24 @@ def priced(spec: RunSpec, cancelled: Callable[[float], bool], emit: Emit) -> Pri
     return Priced(None, tuple(nothing), others)
 
 
-def _dearest_usd_per_hour(spec: RunSpec) -> float:
-    needed, dearest = rank.requirements(spec), max(_of(spec).offers, key=lambda offer: offer.billed_at_most)
-    beside = other_usd_per_hour(registry.get(spec.provider, needed.provider_options), needed, dearest)
-    return dearest.billed_at_most * needed.nodes + beside
+def _most_of(spec: RunSpec, labels: Mapping[str, str]) -> float:
+    found = _of(spec)
+    return most_usd_per_hour(spec, fit.fitting(labels, found, Machines.on_offer(None, found)))
+
+
+def most_usd_per_hour(spec: RunSpec, plan: Plan, beside: Mapping[str, float] = MappingProxyType({})) -> float:
+    """US dollars per hour of all nodes with what they have beside them, whichever offer of the plan is taken. `beside`:
+    what that is at a provider, where it is known already. Raises InputError."""
+
+    def whole(offer: Offer) -> float:
+        other = beside.get(offer.provider)
+        if other is None:
+            needed = rank.requirements(spec.of(offer.provider))
+            other = other_usd_per_hour(registry.get(offer.provider, needed.provider_options), needed, offer)
+        return offer.billed_at_most * plan.requirements.nodes + other
+
+    by_price = sorted(plan.offers, key=lambda offer: offer.billed_at_most)
+    return max(map(whole, {offer.provider: offer for offer in by_price}.values()))  # of each provider its dearest
 
 
 def elsewhere(spec: RunSpec, provider: str) -> bool:

@@ -11,7 +11,7 @@ from mgpu.errors import InputError
 from mgpu.providers import registry
 from mgpu.providers.base import StoreAccess
 from mgpu.run.record.record import Record
-from mgpu.spec.load import load
+from mgpu.spec.load import first
 from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import installed
 
@@ -57,7 +57,7 @@ def passing() -> tuple[type[Exception], ...]:
 
 def _by(run_file: Path, url: str) -> Store:
     try:
-        return for_spec(url, load(run_file))
+        return for_spec(url, first(run_file))
     except InputError:  # there is none, or it has mistakes: it was not asked about
         return _opened(url, {})
 

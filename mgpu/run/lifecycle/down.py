@@ -23,7 +23,7 @@ from mgpu.run.lifecycle.removal import tidy_store
 from mgpu.run.record import files, shared
 from mgpu.run.record.record import Record, State, busy, load, save, supervising, supervisor_of
 from mgpu.run.record.supervisor_lock import Holder
-from mgpu.spec.load import load as load_spec
+from mgpu.spec.load import first
 
 
 def down(record: Record, context: Context, *, left: bool = False) -> Record:
@@ -120,4 +120,4 @@ def _provider(project: Path, fleet: StackOutput | None) -> Provider:
     if fleet is not None:
         return registry.get(fleet.provider, fleet.options)
     run_file = project / "mgpu.yaml"  # of several providers the first, as plain `pulumi up` has it
-    return provider_for(load_spec(run_file)) if run_file.exists() else registry.get(registry.EMBEDDED)
+    return provider_for(first(run_file)) if run_file.exists() else registry.get(registry.EMBEDDED)

@@ -55,7 +55,7 @@ def launch(
 
     def price() -> float | None:
         nonlocal of
-        found = priced(spec, threading.Event().wait, context.emit)
+        found = priced(spec, threading.Event().wait, context.emit, image.labels if image else {})
         found.warn(context.emit)
         of = found.providers if found.without else ()
         return found.usd_per_hour

@@ -182,7 +182,8 @@ class _Run:
         def price() -> float | None:
             if fleet:
                 return usd_per_hour(fleet, self.record.part)
-            found[:] = [on_sale.priced(self.spec, partial(paused, self.session), self.session.emit)]
+            wait, labels = partial(paused, self.session), self.record.image_labels
+            found[:] = [on_sale.priced(self.spec, wait, self.session.emit, labels)]
             return found[0].usd_per_hour
 
         try:

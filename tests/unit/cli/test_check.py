@@ -94,6 +94,12 @@ def test_by_default_this_folders_run_file_says_what_is_looked_at(provider):
     assert (name, options["profile"], requirements.regions) == ("aws", "work", ("eu-west-1",))
 
 
+def test_a_sweep_is_looked_at_by_its_first_run(provider):
+    write(more="matrix: {nodes: [2, 4]}\n")
+    assert run().return_value == 0
+    assert [needed.nodes for _, _, needed in provider.asked] == [2]
+
+
 def test_a_provider_alone_is_looked_at_without_a_run_file(provider):
     run("aws")
     write(provider="local")

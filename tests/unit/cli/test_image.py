@@ -22,6 +22,7 @@ from waiting import until
 from mgpu.bars import Layers
 from mgpu.cli import image as cli_image
 from mgpu.console import Console
+from mgpu.errors import InputError
 from mgpu.events import ImageStep, LayerPushed
 from mgpu.image import compat, place
 from mgpu.image.build import shipped
@@ -346,6 +347,18 @@ class Owner:
 
     def registry_login(self, registry):
         self.asked.append(registry)
+
+
+def test_the_image_of_a_sweep_is_that_of_all_its_runs(tmp_path):
+    run_file = tmp_path / "mgpu.yaml"
+    image, runs = {"repository": "r.io/a"}, {"matrix": {"train.seed": [1, 2]}}
+    want(tmp_path, **image)
+    alone = run_file.read_text()
+    run_file.write_text(json.dumps(json.loads(alone) | runs))
+    assert cli_image._described(run_file)[0].repository == "r.io/a"
+    run_file.write_text(json.dumps(json.loads(alone) | {"matrix": {"image.args.EXTRAS": ["hf", "timm"]}}))
+    with pytest.raises(InputError, match="a sweep of 2 runs, whose images differ"):
+        cli_image._described(run_file)
 
 
 def test_the_provider_is_asked_for_a_repository_only_where_none_is_named(tmp_path):

@@ -78,6 +78,17 @@ def test_beside_several_programs_or_none_an_example_is_written_and_run(init):
     assert "MGPU_CHECKPOINT_DIR" in (folder / "train.py").read_text()
 
 
+@pytest.mark.parametrize("name", ["setup_py", "conftest_py"])
+def test_what_tools_find_by_its_name_is_nobodys_program(init, name):
+    spec, _, folder = init(**{name: ""})
+    assert spec.command == ("train.py", "--steps", "200")
+    assert (folder / "train.py").exists()
+
+
+def test_beside_what_tools_find_by_its_name_the_only_program_is_run(init):
+    assert init(setup_py="", conftest_py="", finetune_py="print()")[0].command == ("finetune.py",)
+
+
 def test_a_project_names_its_backend_which_was_tried_before(mgpu, world, monkeypatch):
     used = []
     monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: used.append(location.current().folder))

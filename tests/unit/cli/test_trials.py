@@ -11,6 +11,7 @@ from mgpu.cli import trials
 from mgpu.console import Console
 from mgpu.run.nodes import outputs
 from mgpu.run.record.record import Record, State
+from mgpu.spec.text.change import Change
 
 TRAIN = "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ntrain: {strategy: ddp, global_batch: 8}\n"
 
@@ -97,6 +98,12 @@ def test_write_changes_the_run_file_of_a_run_that_has_succeeded_alone(tmp_path, 
         path.write_text(TRAIN)
         asked.end(Console(), path, record(state=state, trials=rows))
         assert (written in path.read_text()) is changed
+
+
+def test_a_range_is_tried_and_written_of_one_run_of_a_sweep(tmp_path):
+    path, asked = tmp_path / "mgpu.yaml", trials.Asked(smoke=False, tune=False, lr_range=True, write=True)
+    path.write_text(f"{TRAIN}matrix: {{train.seed: [1, 2]}}\n")
+    assert asked.load(path, [Change.of("--set", "train.seed=1")], None, detach=False).trials.purpose == "lr-range"
 
 
 def test_the_record_has_the_rows_with_what_a_million_units_cost(tmp_path):

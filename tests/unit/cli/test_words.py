@@ -212,14 +212,14 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
     agreement.show_plan(Console(), plan, disks, Budget(30))
     assert "at most $30.00 (max_usd), which pays for 7.5 h of them" in " ".join(capsys.readouterr().err.split())
     for enough in (None, 5.0):
-        agreement.require_paid(plan, Budget(enough))
+        agreement.require_paid(plan, Budget(enough), 2.0)
     with pytest.raises(InputError, match=r"\$0.30 pays for 4.5 min of these machines"):
-        agreement.require_paid(plan, Budget(0.3), disks)
+        agreement.require_paid(plan, Budget(0.3), 2.0 + 2.0)
     with pytest.raises(InputError, match=r"\$0.10 pays for 3 min of these machines"):
-        agreement.require_paid(plan, Budget(0.1))
+        agreement.require_paid(plan, Budget(0.1), 2.0)
     moves = plan.model_copy(update={"offers": (plan.best.model_copy(update={"most_usd_per_hour": 100.0}),)})
     with pytest.raises(InputError, match="lower `max_price_usd_per_hour`"):
-        agreement.require_paid(moves, Budget(1))
+        agreement.require_paid(moves, Budget(1), 200.0)
 
 
 @pytest.mark.parametrize("usd", [0, 0.1])
@@ -317,16 +317,55 @@ def test_a_plan_says_what_checkpoints_take_and_warns_of_a_restart_without_room(d
     assert ("warning: after a restart the disk does not hold" in said) is warned
 
 
-def test_no_provider_is_asked_for_machines_whose_disk_is_too_small(monkeypatch):
-    monkeypatch.setattr("mgpu.providers.registry.get", lambda *_given: pytest.fail("it was asked"))
+TOO_SMALL = (
+    "{name: x, provider: aws, max_price_usd_per_hour: 900, max_hours: 1, gpus_per_node: 8, disk_gib: 200, "
+    "checkpoint: {to: s3://bkt/r}, train: {tokens: /t, strategy: fsdp, global_batch: 64, "
+    "model: {preset: llama-8b}}"
+)
+
+
+def test_machines_whose_disk_is_too_small_are_not_planned():
+    with pytest.raises(InputError, match=r"disk_gib: 200 GiB do not hold the checkpoints, 269\.1 GiB"):
+        agreement.make_plan(loads(TOO_SMALL + "}", "f"))
+
+
+@pytest.mark.parametrize("wrong", ["gpu: H1000, regions: us-est-1", "aws: {disk: {type: io2, iops: 256000}}"])
+def test_a_disk_that_is_too_small_is_told_along_with_what_the_provider_does_not_have(wrong):
+    with pytest.raises(InputError) as refused:
+        agreement.make_plan(loads(f"{TOO_SMALL}, {wrong}}}", "f"))
+    said = str(refused.value)
+    assert refused.value.what.startswith("aws does not have")
+    assert ("200 GiB do not hold the checkpoints" in said, "Write `disk_gib: " in refused.value.next_step) == (
+        True,
+        True,
+    )
+    for word in ("H1000", "us-est-1") if "gpu" in wrong else ("IOPS of io2 need a disk of 256 GiB",):
+        assert word in said
+
+
+def test_all_that_aws_does_not_have_is_told_at_once():
+    text = (
+        "{name: x, provider: aws, max_price_usd_per_hour: 9, max_hours: 1, gpus_per_node: 8, gpu: H1000, "
+        "regions: us-est-1, disk_gib: 70000, command: [t.py], checkpoint: none}"
+    )
+    with pytest.raises(InputError) as refused:
+        agreement.make_plan(loads(text, "f"))
+    assert [line.partition(":")[0] for line in refused.value.why.splitlines()] == ["regions", "gpu", "disk_gib"]
+
+
+def test_room_under_the_limits_is_for_what_the_dearest_provider_bills_beside_its_machines(monkeypatch):
+    """The first offer is of hosts, which cost nothing, and have nothing beside them."""
+    own = Offer(provider="hosts", instance_type="m", market="on-demand", price_usd_per_hour=0, region="r", fetched_at=1)
+    rented = own.model_copy(update={"provider": "aws", "price_usd_per_hour": 3.0})
+    needed = Requirements(provider="hosts", nodes=2, max_price_usd_per_hour=9, max_hours=1)
+    plan = Plan(requirements=needed, offers=(own, rented))
     spec = loads(
-        "{name: x, provider: aws, max_price_usd_per_hour: 9, max_hours: 1, gpus_per_node: 8, disk_gib: 200, "
-        "checkpoint: {to: s3://bkt/r}, train: {tokens: /t, strategy: fsdp, global_batch: 64, "
-        "model: {preset: llama-8b}}}",
+        "{name: x, provider: [hosts, aws], hosts: {addresses: [a]}, nodes: 2, max_price_usd_per_hour: 9, "
+        "max_hours: 1, disk_gib: 730, command: [t.py], checkpoint: none, aws: {address: private}}",
         "f",
     )
-    with pytest.raises(InputError, match=r"disk_gib: 200 GiB do not hold the checkpoints, 269\.1 GiB"):
-        agreement.make_plan(spec)
+    disks = 2 * 730 * 0.08 / 730
+    assert agreement.most_usd_per_hour(spec, plan, ()) == pytest.approx(2 * 3.0 + disks)
 
 
 def test_runs_of_a_sweep_whose_checkpoints_take_more_of_a_disk_are_looked_at_each(monkeypatch):
@@ -341,6 +380,21 @@ def test_runs_of_a_sweep_whose_checkpoints_take_more_of_a_disk_are_looked_at_eac
     monkeypatch.setattr(agreement, "agree", lambda *_: None)
     assert submit._agreed(Console(), Path("f"), [few, other, many], True) == [ANY] * 3
     assert looked == [few, many], "the disk holds one checkpoint, not three"
+
+
+@pytest.mark.parametrize(("image", "alike"), [("", True), ("image: {repository: r.io/x}, ", False)])
+def test_runs_of_a_sweep_that_need_other_packages_of_their_image_are_looked_at_each(image, alike, monkeypatch):
+    """Else the first ones are queued before it is said what a later one lacks."""
+    text = (
+        "{{name: x, provider: local, max_price_usd_per_hour: 9, max_hours: 1, checkpoint: none, {}"
+        "train: {{optimizer: {}, lr: {}}}}}"
+    )
+    specs = [loads(text.format(image, *each), "f") for each in (("adamw", 1), ("adamw", 2), ("adamw8bit", 1))]
+    looked = list[object]()
+    monkeypatch.setattr(agreement, "looked_at", lambda _console, _run_file, spec: looked.append(spec) or ANY)
+    monkeypatch.setattr(agreement, "agree", lambda *_: None)
+    submit._agreed(Console(), Path("f"), specs, True)
+    assert looked == (specs[:1] if alike else [specs[0], specs[2]])
 
 
 def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():

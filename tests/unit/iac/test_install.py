@@ -279,6 +279,17 @@ def test_the_build_needs_no_c_compiler_and_ignores_the_users_go_flags(tmp_path, 
     assert (outside.env["CGO_ENABLED"], outside.env["GOFLAGS"], outside.env["GOWORK"]) == ("0", "", "off")
 
 
+def test_go_has_a_home_where_nothing_names_one(tmp_path, monkeypatch):
+    """It has no place for modules then, and builds nothing."""
+    home = str(Path.home())
+    monkeypatch.setattr(Path, "home", lambda: Path(home))
+    outside = with_go(FakeOutside(), tmp_path)
+    for given, has in (("/other", "/other"), (None, home)):
+        monkeypatch.setenv("HOME", given) if given else monkeypatch.delenv("HOME")
+        sources.from_modules(fill(tmp_path / str(given).strip("/") / "engine", []), quiet, outside)
+        assert outside.env["HOME"] == has
+
+
 def test_neither_network_nor_go_is_one_error_with_the_cure():
     with pytest.raises(StackError) as caught:
         install_engine(quiet, FakeOutside())

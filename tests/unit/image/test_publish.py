@@ -826,3 +826,28 @@ def everything(engine: engines.Engine, reference: str) -> str:
     history = engine.docker("history", "--no-trunc", reference).stdout
     inspected = engine.docker("inspect", reference).stdout
     return history + inspected + saved(reference).decode("latin-1")
+
+
+def test_a_base_is_pulled_for_the_machines_that_its_stage_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stage that compiles for other machines runs on this one; the builder has no login to get it."""
+    tools, base = (f"r.io/{name}@sha256:{digit * 64}" for name, digit in (("tools", "1"), ("base", "2")))
+    pulled = list[tuple[str, str]]()
+
+    class Engine:
+        def inspect(self, name: str) -> Inspected | None:
+            return Inspected("i", "linux/amd64", (), (), {}) if name == base else None
+
+        def pull(self, name: str, platform: str, _: object) -> None:
+            pulled.append((name, platform))
+
+        def build(self, *_: object) -> str:
+            raise ImageError("it is not built here")
+
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "Dockerfile").write_text(
+        f"ARG ON=linux/s390x\nFROM --platform=$ON {tools} AS t\nFROM {base}\nCOPY --from={tools} /a /a\n"
+    )
+    monkeypatch.setattr(auth, "is_dockers", lambda _: False)
+    with pytest.raises(ImageError, match="not built here"):
+        publish.build(spec("r.io", platform="linux/arm64"), site(tmp_path, engine=Engine))
+    assert pulled == [(tools, "linux/s390x"), (base, "linux/arm64"), (tools, "linux/arm64")]

@@ -331,6 +331,8 @@ def test_with_nothing_on_sale_what_could_not_be_told_is_told():
     with pytest.raises(NoOffer) as caught:
         plan(WANTED, [], iter(["gpu1 does not answer"]))
     assert caught.value.why.splitlines() == ["It has nothing of this kind on sale.", "gpu1 does not answer"]
+    cure = caught.value.next_step
+    assert ("`mgpu check p`" in cure, "`gpu`" in cure, "`regions`" in cure) == (True, False, False)
 
 
 def test_very_many_refusals_are_counted():

@@ -8,7 +8,6 @@ import pytest
 import yaml
 from mgpu_train.config import LmOptions
 
-from mgpu.errors import InputError
 from mgpu.plan import room
 from mgpu.plan.model import CheckpointRoom
 from mgpu.spec.load import loads
@@ -56,6 +55,7 @@ def test_a_save_takes_twelve_bytes_of_each_parameter():
         ({"nodes": 2, "train": {"strategy": "ddp"}, "checkpoint": {"writers": "rank0"}}, 3),
         ({"train": {"steps": 150}}, 2),  # every 100 steps, and the last
         ({"checkpoint": {"every_minutes": 10}, "train": {"steps": 150}}, 3),  # how many that makes is not known
+        ({"checkpoint": {"every_minutes": 10, "every_steps": 500}, "train": {"steps": 500}}, 3),
     ],
 )
 def test_as_many_lie_on_a_disk_as_the_agent_keeps_and_one_that_is_written(changes, count):
@@ -81,22 +81,19 @@ def test_what_is_resumed_from_is_a_nodes_share_where_that_is_known_beforehand():
 def test_where_it_is_not_known_nothing_is_claimed(changes):
     given = spec(**changes)
     assert room.of(given) is None
-    assert room.require(given) is None
+    assert room.too_small(given) is None
 
 
 def test_a_disk_that_is_too_small_is_refused_with_what_to_write():
     least = int(found().kept_gib) + 1
-    assert room.require(spec(disk_gib=least)) == found(disk_gib=least)
-    with pytest.raises(InputError) as caught:
-        room.require(spec(disk_gib=least - 1))
-    error = caught.value
+    assert room.too_small(spec(disk_gib=least)) is None
+    error = room.too_small(spec(disk_gib=least - 1))
+    assert error is not None
     assert error.what == f"disk_gib: {least - 1} GiB do not hold the checkpoints, {found().kept_gib:.4g} GiB"
     assert "8.03e+09 parameters" in error.why
     assert f"a checkpoint {found().save_gib:g} GiB; 3 of them" in error.why
     proposed = int(error.next_step.partition("disk_gib: ")[2].partition("`")[0])
-    enough = room.require(spec(disk_gib=proposed))
-    assert enough is not None
-    assert room.doubt(enough) == "", "what is proposed has room for what is resumed from, too"
+    assert room.doubt(found(disk_gib=proposed)) == "", "what is proposed has room for what is resumed from, too"
 
 
 def test_what_a_restart_may_lack_is_a_warning():

@@ -132,3 +132,21 @@ def test_the_text_of_a_file_that_was_edited_meanwhile_is_what_was_read(path):
     assert loads(text_of(spec, path), "x") == spec
     path.unlink()
     assert loads(text_of(spec, path), "x") == spec
+
+
+def test_who_asks_another_provider_leaves_the_blocks_of_the_others_behind(path):
+    """They stand in the file for the other day, and the command line cannot take them out."""
+    theirs = "provider: [aws, slurm]\naws: {profile: p}\nslurm: {partition: x}\nhosts:\n"
+    path.write_text(path.read_text().replace("provider: local\n", theirs).replace("data:", "outputs: [a] #"))
+    spec = changed(path, ("--set", "provider=aws"))
+    assert (spec.candidates, spec.aws.profile, spec.slurm) == (("aws",), "p", None)
+    assert loads(text_of(spec, path), "kept") == spec
+    assert changed(path, ("--set", "provider=[slurm, aws]")).slurm.partition == "x"
+    assert changed(path, ("--set", "provider=local")).aws is None
+    (told,) = problems(path, ("--set", "slurm.partition=y"), ("--set", "provider=aws"))
+    assert "slurm: settings of another provider" in told, "what the line itself says is not left behind"
+
+
+def test_a_block_of_another_provider_is_a_mistake_where_the_file_alone_says_who_is_asked(path):
+    path.write_text(path.read_text() + "slurm: {partition: x}\n")
+    assert "settings of another provider" in "".join(problems(path, ("--set", "nodes=2")))

@@ -149,14 +149,22 @@ BUILD = {
     "dockerfile": "D",
     "args": "{A: b}",
     "target": "x",
-    "platform": "linux/amd64",
     "ca_file": "/x",
     "secrets": "[A]",
 }
 
 
-def test_the_keys_for_building_are_all_but_one():
-    assert {*BUILD, "reference"} == set(ImageSpec.model_fields)
+def test_the_keys_for_building_are_all_but_two():
+    assert {*BUILD, "reference", "platform"} == set(ImageSpec.model_fields)
+
+
+def test_an_image_that_exists_may_be_for_other_machines():
+    assert parsed("{reference: 'a:b', platform: linux/arm64}", provider="local").platform == "linux/arm64"
+
+
+@pytest.mark.parametrize("image", ["{platform: linux/arm64}", "{reference: 'a:b', platform: linux/arm64}"])
+def test_an_image_for_machines_that_a_provider_does_not_have_is_refused_before_any_is_rented(image):
+    assert found(text(image)) == [("image.platform", "machines of aws are linux/amd64")]
 
 
 @pytest.mark.parametrize("key", BUILD)

@@ -81,6 +81,9 @@ def test_what_a_run_was_taken_with_is_not_judged_again_but_for_what_is_not_here(
     text = edited(edited(DEMO, "env", "{RANK: a}"), "train", "{strategy: single}")
     assert {"env.RANK", "train.strategy"} <= {*fields(text)}
     assert accepted(text, "f").env == {"RANK": "a"}
+    text = edited(edited(DEMO, "sinks", "{webhook: {url: hooks.slack.com/x}}"), "lease_minutes", "1.0e9")
+    assert {"sinks.webhook.url", "lease_minutes"} == {*fields(text)}
+    assert accepted(text, "f").sinks.webhook.url == "hooks.slack.com/x"
     for key, wrong in (("provider", "nowhere"), ("launcher", "nothing"), ("train", "{task: none}")):
         with pytest.raises(SpecError, match=key):
             accepted(edited(text, key, wrong), "f")
@@ -1105,6 +1108,19 @@ def test_a_validation_of_the_mean_parameters_can_be_expected_where_there_are_som
 def test_whether_lower_is_better_follows_from_names_that_say_it(metric, better):
     assert Expectation(median_of=7).direction(metric) == better
     assert Expectation(median_of=7, better="higher").direction(metric) == "higher"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lease_minutes", "86401"),
+        ("recovery", "{wait_minutes: 1.0e9}"),
+        ("timeouts", "{saving_minutes: 1.0e13}"),
+        ("max_hours", "1441"),
+    ],
+)
+def test_nothing_is_waited_for_longer_than_any_machine_may_live(key, value):
+    assert "must be at most" in the_problem(edited(DEMO, key, value)).message
 
 
 # --- several providers

@@ -139,3 +139,13 @@ def test_what_cannot_be_a_sweep_is_refused_where_it_stands(write, matrix, field,
     (problem,) = refused.value.problems
     assert problem.field.startswith(field)
     assert words in problem.message
+
+
+def test_providers_can_be_compared_with_the_block_of_each(write):
+    path = write("matrix: {provider: [slurm, hosts]}\nslurm: {partition: x}\nhosts: {addresses: [a]}\n")
+    runs = [spec for _, spec in sweep(path)]
+    assert [(spec.provider, spec.slurm is None, spec.hosts is None) for spec in runs] == [
+        ("slurm", False, True), ("hosts", True, False),
+    ]  # fmt: skip
+    with pytest.raises(SpecError, match="slurm: settings of another provider"):
+        sweep(write("matrix: {provider: [slurm, hosts], slurm.partition: [x, y]}\nhosts: {addresses: [a]}\n"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -169,6 +170,15 @@ def test_a_changed_lock_or_project_file_is_synced_into_the_same_venv(machine, na
     calls = machine.calls()
     assert "uv sync --quiet --frozen" in calls
     assert not any(call.startswith("uv venv") for call in calls)
+
+
+def test_what_set_up_starts_has_the_home_of_the_user_where_nothing_names_one(machine):
+    machine.has_python().program(machine.bin / "uv", '#!/bin/sh\necho uv 0.13.8\necho "$HOME" >home\n')
+    command = machine.command("uv.sh", "pip")
+    del command["env"]["HOME"]
+    done = subprocess.run(**command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (machine.checkout / "home").read_text().strip() == pwd.getpwuid(os.getuid()).pw_dir
 
 
 def test_the_size_is_said_before_the_download(machine):

@@ -42,7 +42,6 @@ def offers(
     """
     known = snapshots.current(options)
     require_known(known, needed, options)
-    require_disk(needed, options)
     rows = list(_rows(known, needed, options))
     regions = needed.regions or tuple(known.regions)
     priced = {row.region for row in rows}
@@ -169,15 +168,9 @@ def _narrow(items: list[_T], *tests: Callable[[_T], bool]) -> list[_T]:
     return items
 
 
-def require_disk(needed: Requirements, options: Options) -> None:
-    """Raises InputError: a disk that cannot be."""
-    wrong = (options.disk or Disk()).wrong_size(needed.disk_gib)
-    if wrong:
-        raise InputError(f"disk_gib: {wrong}", "EBS has such bounds.", "Change `disk_gib`, or `aws.disk`.")
-
-
 def require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
-    """Raises InputError: a region, a GPU or a type that AWS does not have, with the nearest name."""
+    """Raises InputError: a region, a GPU or a type that AWS does not have, with the nearest name; a disk that cannot
+    be."""
     gpus = sorted({machine.gpu for machine in known.machines.values()})
     mistakes = [
         *_mistakes("regions", "region", needed.regions, sorted(known.regions)),
@@ -186,12 +179,12 @@ def require_known(known: Snapshot, needed: Requirements, options: Options) -> No
             "aws.instance_type", "type with GPUs", filter(None, [options.instance_type]), sorted(known.machines)
         ),
     ]
+    cure = f"`mgpu offers aws` lists what there is; what is new at AWS is learnt by `{REFRESH}`." if mistakes else ""
+    if wrong := (options.disk or Disk()).wrong_size(needed.disk_gib):
+        mistakes.append(f"disk_gib: {wrong}, as EBS has it")
+        cure = f"{cure} Change `disk_gib`, or `aws.disk`.".lstrip()
     if mistakes:
-        raise InputError(
-            "aws does not have what the run file names",
-            "\n".join(mistakes),
-            f"`mgpu offers aws` lists what there is; what is new at AWS is learnt by `{REFRESH}`.",
-        )
+        raise InputError("aws does not have what the run file asks for", "\n".join(mistakes), cure)
 
 
 def _mistakes(key: str, thing: str, values: Iterable[str], known: Sequence[str]) -> Iterator[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws import names
@@ -27,6 +27,7 @@ class _Prices(NamedTuple):
     s3_gib_month: float = 0.023  # S3 Standard, the first 50 TB
     traffic_gib: float = 0.02  # out of the region; some regions ask several times as much
     near_traffic_gib: float = 0.01  # between us-east-1 and us-east-2
+    internet_gib: float = 0.09  # out of AWS, the first 10 TB of a month
 
 
 # Of https://aws.amazon.com: /ebs/pricing/, /vpc/pricing/ (public IPv4 addresses), /s3/pricing/, /ec2/pricing/on-demand/
@@ -40,14 +41,35 @@ _HOURS = 730  # of a month, as AWS counts
 _DAYS = _HOURS / 24
 
 
+class ImageDisks(NamedTuple):
+    """Of a machine image: its root disk in GiB, and the others as EC2 shows them."""
+
+    root_gib: int
+    others: tuple[Mapping[str, Any], ...] = ()
+
+
 def other_costs(
-    needed: Requirements, offer: Offer, options: Options, saves: Saves | None, region_of: Callable[[str], str]
+    needed: Requirements,
+    offer: Offer,
+    options: Options,
+    saves: Saves | None,
+    region_of: Callable[[str], str],
+    image: ImageDisks | None,
+    store: str = "",
 ) -> Iterator[Cost]:
-    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known."""
+    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known; `image`: what
+    its machines are made from, None: not known, and its disk is not larger than `disk_gib`, and alone; `store`: the
+    server of all buckets, empty: S3."""
     disk = options.disk or Disk()
-    monthly = needed.nodes * _of_disk(disk, needed.disk_gib)
-    disks = f"disks, {needed.nodes} x {needed.disk_gib} GiB {disk.type}"
-    yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF)
+    gib = max(needed.disk_gib, image.root_gib if image else 0)
+    whose = ", as the machine image has it" if gib > needed.disk_gib else ""
+    monthly = needed.nodes * _of_disk(disk, gib)
+    disks = f"disks, {needed.nodes} x {gib} GiB {disk.type}{whose}"
+    yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF or image is None)
+    if image is not None and image.others:
+        monthly = needed.nodes * sum(map(_of_other, image.others))
+        what = f"disks that the machine image brings besides, {needed.nodes} x {len(image.others)}"
+        yield Cost(what=what, usd=monthly / _HOURS, per="hour", estimate=True)
     if disk.initialization_mib_s:
         usd = needed.nodes * disk.initialization_mib_s * PRICES.initialization_gib_mib_s
         what = f"machine image read in at {disk.initialization_mib_s} MiB/s, {needed.nodes} x at each start"
@@ -56,7 +78,10 @@ def other_costs(
         usd = needed.nodes * PRICES.address_hour
         yield Cost(what=f"public IPv4 addresses, {needed.nodes}", usd=usd, per="hour")
     yield from _traffic(needed, offer, region_of)
-    if saves is not None:
+    if saves is not None and store:
+        what = f"traffic to {store}, where that is outside of AWS"
+        yield Cost(what=what, usd=PRICES.internet_gib, per="GiB", estimate=True)
+    elif saves is not None:
         yield from _storage(saves)
 
 
@@ -70,6 +95,15 @@ def _of_disk(disk: Disk, gib: int) -> float:
         usd += max(0, min(disk.iops or 0, upto) - below) * price
         below = upto
     return usd
+
+
+def _of_other(ebs: Mapping[str, Any]) -> float:
+    """Dollars a month of a disk as EC2 shows it. One of a kind that mgpu does not make counts as gp3, more or less."""
+    kind, gib = str(ebs.get("VolumeType", "")), int(ebs.get("VolumeSize") or 0)
+    if kind.startswith("io"):
+        return _of_disk(Disk.model_construct(type="io2", iops=ebs.get("Iops")), gib)
+    speed = {"iops": ebs.get("Iops"), "throughput_mib_s": ebs.get("Throughput")} if kind == "gp3" else {}
+    return _of_disk(Disk.model_construct(**speed), gib)
 
 
 def _traffic(needed: Requirements, offer: Offer, region_of: Callable[[str], str]) -> Iterator[Cost]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+from urllib.parse import urlsplit
 
 from mgpu.providers.aws import names
 from mgpu.providers.aws.session import Account
@@ -14,9 +16,16 @@ _told: dict[tuple[str, str], str] = {}  # by endpoint and bucket: it never chang
 _lock = threading.Lock()
 
 
+def elsewhere() -> str:
+    """The server of all stores where that is not AWS's (R2, MinIO): its buckets may be called as others of S3's are.
+    Empty: it is S3."""
+    host = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3", "")).hostname or ""
+    return "" if f".{host}".endswith((".amazonaws.com", ".amazonaws.com.cn")) else host
+
+
 def region_of(account: Account, url: str, deadline_s: float = DEADLINE_S) -> str:
     """The region of the bucket of this address; empty: it is no bucket of S3's, or nobody has said it in time."""
-    bucket = url.removeprefix("s3://").partition("/")[0] if url.startswith("s3://") else ""
+    bucket = url.removeprefix("s3://").partition("/")[0] if url.startswith("s3://") and not elsewhere() else ""
     if ours := re.fullmatch(names.bucket("[0-9]{12}", "([a-z0-9-]+)"), bucket):
         return ours[1]
     key = (account.options.endpoint_url or "", bucket)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu.errors import NoOffer
+from mgpu.errors import MgpuError, NoOffer
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.instances import drivers
 from mgpu.providers.aws.options import Options
@@ -25,6 +27,7 @@ KINDS = (
 )  # a call takes ten at most
 # where no parameter is to be had: by name
 PATTERN = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch * (Ubuntu *"
+DEADLINE_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,20 @@ def find(account: Account, options: Options, region: str) -> MachineImage:
         ProviderError: AWS refused, or did not answer.
     """
     return account.once(("image", options.machine_image, region), lambda: _find(account, options, region))
+
+
+def glance(account: Account, options: Options, region: str, deadline_s: float = DEADLINE_S) -> MachineImage | None:
+    """The same for a price, which waits for nobody; None: AWS has not said it in time, or says it to nobody here."""
+    found = list[MachineImage]()
+
+    def look() -> None:
+        with suppress(MgpuError):  # whoever asks for machines is told
+            found.append(find(account, options, region))
+
+    thread = threading.Thread(target=look, daemon=True, name=f"machine image in {region}")
+    thread.start()
+    thread.join(deadline_s)
+    return found[0] if found else None
 
 
 def driver(account: Account, region: str, image: str) -> MachineDriver | None:

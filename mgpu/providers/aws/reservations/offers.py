@@ -35,7 +35,6 @@ def offers(account: Account, options: Options, needed: Requirements, *, now: Cal
         raise InputError(f"{key}: {wrong}", "", f"Mend `{key}` of the run file.")
     known = snapshots.current(options)
     catalog.require_known(known, needed, options)
-    catalog.require_disk(needed, options)
     found = look(account, options, needed.regions)
     reserved, at = found.reservation, now()
     machine = known.machines.get(reserved.instance_type)

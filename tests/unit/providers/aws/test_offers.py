@@ -102,7 +102,7 @@ def test_a_type_that_there_is_not_is_refused_with_the_nearest(cache):
 def test_a_disk_that_is_too_small_for_its_speed_is_refused_before_anything_is_rented(cache):
     with pytest.raises(InputError, match="disk_gib") as caught:
         found(Options.of({"disk": '{"type": "io2", "iops": 200000}'}), disk_gib=100)
-    assert "200 GiB" in caught.value.what
+    assert "200 GiB" in caught.value.why
 
 
 # --- near the run's buckets

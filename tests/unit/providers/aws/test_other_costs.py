@@ -8,23 +8,32 @@ from typing import Any
 
 import pytest
 
+from mgpu.errors import AuthError, InputError, NoOffer
 from mgpu.plan import rank
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
-from mgpu.providers.aws.catalog.other_costs import PRICES, other_costs
+from mgpu.providers.aws.catalog.other_costs import PRICES, ImageDisks, other_costs
+from mgpu.providers.aws.instances.machine_image import MachineImage
 from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.provider import AwsProvider
 from mgpu.spec.load import loads
 
 BASE, THEIRS = "s3://mgpu-123456789012-us-west-2/runs", "s3://theirs/runs"
 REGIONS = {"s3://theirs": "eu-west-1", "s3://mgpu-123456789012-us-west-2": "us-west-2", "s3://near": "us-east-2"}
 MONTH_S = 730 * 3600
+OFFER = Offer(
+    provider="aws", instance_type="g5.xlarge", market="spot", price_usd_per_hour=1, region="us-east-1", fetched_at=1
+)
 
 
-def costs(*stores: str, region: str = "us-east-1", saves: Saves | None = None, **options: str) -> list[Cost]:
+SMALL = ImageDisks(80)
+
+
+def costs(
+    *stores: str, region: str = "us-east-1", saves: Saves | None = None, image: Any = SMALL, **options: str
+) -> list[Cost]:
     needed = Requirements(provider="aws", nodes=4, disk_gib=250, max_price_usd_per_hour=9, max_hours=1, stores=stores)
-    offer = Offer(
-        provider="aws", instance_type="g5.xlarge", market="spot", price_usd_per_hour=1, region=region, fetched_at=1
-    )
-    return list(other_costs(needed, offer, Options.of(options), saves, lambda url: REGIONS.get(url, "")))
+    offer = OFFER.model_copy(update={"region": region})
+    return list(other_costs(needed, offer, Options.of(options), saves, lambda url: REGIONS.get(url, ""), image))
 
 
 def the(found: list[Cost], word: str) -> Cost:
@@ -54,6 +63,54 @@ def test_the_disks_of_all_nodes_are_billed_by_the_month():
 def test_a_faster_disk_costs_what_its_speed_does(disk: dict[str, Any], usd_a_month: float):
     disks = the(costs(disk=json.dumps(disk)), "disks")
     assert math.isclose(disks.usd * MONTH_S / 3600, 4 * usd_a_month)
+
+
+def test_a_disk_is_billed_as_large_as_the_machine_image_makes_it():
+    disks = the(costs(image=ImageDisks(400)), "disks")
+    assert "4 x 400 GiB gp3" in disks.what
+    assert (math.isclose(disks.usd * MONTH_S / 3600, 4 * 400 * PRICES.gp3_gib_month), disks.estimate) == (True, False)
+    assert the(costs(image=None), "disks").estimate, "it may be larger"
+
+
+def test_disks_that_a_machine_image_brings_besides_are_billed_too():
+    others = (
+        {"VolumeSize": 500, "VolumeType": "io1", "Iops": 9000},
+        {"VolumeSize": 20, "VolumeType": "gp2", "Iops": 100},
+    )
+    found = the(costs(image=ImageDisks(80, others)), "besides")
+    assert (found.per, found.estimate) == ("hour", True)
+    assert math.isclose(found.usd * MONTH_S / 3600, 4 * (500 * 0.125 + 9000 * 0.065 + 20 * 0.08))
+
+
+@pytest.mark.parametrize("answer", [NoOffer("there is no image"), AuthError("expired"), InputError("another account")])
+def test_a_price_is_told_where_nobody_says_which_machine_image_it_will_be(answer, monkeypatch):
+    def find(*_):
+        raise answer
+
+    monkeypatch.setattr("mgpu.providers.aws.instances.machine_image.find", find)
+    for credentials in ("", "AKIA"):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials)
+        needed = Requirements(provider="aws", disk_gib=250, max_price_usd_per_hour=9, max_hours=1)
+        assert "1 x 250 GiB" in the([*AwsProvider().other_costs(needed, OFFER, None)], "disks").what
+
+
+def test_the_machine_image_is_the_one_that_launches_take(monkeypatch):
+    image = MachineImage("ami-1", "/dev/sda1", 400, others=(("/dev/sdf", {"VolumeSize": 9}),))
+    monkeypatch.setattr(AwsProvider, "configured", lambda _: True)
+    monkeypatch.setattr("mgpu.providers.aws.instances.machine_image.find", lambda *_: image)
+    needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1)
+    found = [*AwsProvider().other_costs(needed, OFFER, None)]
+    assert "1 x 400 GiB" in the(found, "disks, ").what
+    assert the(found, "besides").usd > 0
+
+
+def test_nobody_without_credentials_is_asked_for_the_machine_image(monkeypatch):
+    asked = list[object]()
+    monkeypatch.setattr(AwsProvider, "configured", lambda _: bool(asked))
+    monkeypatch.setattr("mgpu.providers.aws.instances.machine_image.glance", lambda *_: asked.append(1))
+    needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1)
+    AwsProvider().other_costs(needed, OFFER, None)
+    assert asked == []
 
 
 def test_a_machine_image_that_is_read_in_at_a_promised_speed_is_billed_by_its_data():
@@ -100,6 +157,28 @@ def test_nothing_is_said_of_deleted_ones_where_nobody_knows(saves: Saves):
     found = costs(saves=saves)
     assert not [each for each in found if "deleted" in each.what]
     assert math.isclose(the(found, "kept").usd, min(3, saves.made or 3) * PRICES.s3_gib_month)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("https://x.r2.example:9000", "x.r2.example"),
+        ("https://notamazonaws.com", "notamazonaws.com"),
+        ("https://bucket.vpce-1.s3.us-east-1.vpce.amazonaws.com", ""),
+        ("https://amazonaws.com", ""),
+        ("", ""),
+    ],
+)
+def test_a_store_that_is_not_s3_has_no_price_of_s3s(endpoint, host, monkeypatch):
+    """Nor is a bucket there in the region of one of S3's that has its name."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    monkeypatch.setattr(AwsProvider, "configured", lambda _: False)
+    needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1, stores=(BASE,))
+    found = [*AwsProvider().other_costs(needed, OFFER, Saves(to=BASE, kept=3, made=144))]
+    assert bool([each for each in found if "S3" in each.what]) == (host == "")
+    traffic = the(found, "traffic")
+    assert (traffic.usd, traffic.per) == ((0.09 if host else 0.02), "GiB")
+    assert (host in traffic.what, bool(traffic.avoidable)) == (True, not host)
 
 
 def test_a_run_file_says_which_stores_it_uses_and_how_much_its_retention_keeps():

@@ -21,6 +21,7 @@ from mgpu.iac.types import generations
 from mgpu.providers.base import Listing, NodePhase
 from mgpu.run.fleet import stack as stacks
 from mgpu.run.fleet.teardown import give_back, owned
+from mgpu.run.lifecycle import down
 from mgpu.run.record import record
 from mgpu.run.record.record import State
 
@@ -199,3 +200,13 @@ def test_a_backend_that_is_away_once_the_machines_are_gone_fails_no_teardown(wor
     else:
         assert said == "kept"
         assert ["until its lease is over" in text for text in told] == [True]
+
+
+def test_a_stack_that_never_came_up_whole_is_of_its_run_files_provider_also_of_a_sweeps(tmp_path):
+    """Else its machines could not be given back."""
+    (tmp_path / "t.py").touch()
+    (tmp_path / "mgpu.yaml").write_text(
+        "{name: a, provider: slurm, max_hours: 1, max_price_usd_per_hour: 1, command: [t.py], checkpoint: none, "
+        "matrix: {nodes: [1, 2]}}"
+    )
+    assert down._provider(tmp_path, None).name == "slurm"

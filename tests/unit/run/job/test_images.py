@@ -18,8 +18,9 @@ from mgpu.context import Context
 from mgpu.errors import AuthError, ImageError, InputError, PermissionDenied, SpecError
 from mgpu.events import Note, PhaseStarted, Warned
 from mgpu.iac.outputs import StackOutput
-from mgpu.image import compat
+from mgpu.image import compat, publish
 from mgpu.image.registry.auth import Login
+from mgpu.image.registry.reference import Reference
 from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers.base import MachineDriver, Offers
 from mgpu.remote.targets import Result
@@ -404,6 +405,18 @@ def test_a_stacks_image_that_cannot_be_compared_runs_and_that_is_told(place, mon
     assert place.run("code: {mode: image}\n", image).exit_code == 0
     (text,) = warned(place)
     assert "is not known: no base image" in text
+
+
+def test_what_a_stacks_image_lacks_is_missed_where_it_is_the_one_that_the_run_file_builds(place, monkeypatch):
+    fleet = place.stands(image=place.reference)
+    name = Reference.parse(f"{place.server.address}/it:1")
+    monkeypatch.setattr(images.publish, "wanted", lambda *_: publish.Wanted(name))
+    text = RUN_FILE.replace("command: [train.py]", "train: {optimizer: adamw8bit}")
+    spec = loads(f"{text}image: {{repository: '{place.server.address}/it'}}\n", "mgpu.yaml")
+    with pytest.raises(InputError, match="the trainer's image lacks torchao"):
+        images.for_stack(spec, place.world.folder, fleet)
+    place.kept.tags = ["2"]  # another one: whoever has built it knows what is in it
+    assert images.for_stack(spec, place.world.folder, fleet).reference == place.reference
 
 
 def test_a_stack_without_one_runs_the_run_files(place):

@@ -73,6 +73,7 @@ RUN_FILE = (
         ("{}", None, "of-environment"),
         ("{}", "lab", "of-lab"),
         ("{profile: other}", "lab", "of-lab"),
+        ("{profile: lab}, matrix: {env.SEED: [a, b]}", None, "of-lab"),
         ("{odd: key}", None, "of-environment"),
         (None, None, "of-environment"),
         (None, "lab", "of-lab"),

@@ -17,6 +17,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.events import Event, Note, Warned
+from mgpu.image import compat
 from mgpu.plan.model import Offer
 from mgpu.plan.rank import Rank
 from mgpu.providers.base import NodePhase
@@ -112,6 +113,17 @@ def test_one_that_cannot_be_asked_hides_no_other(project, clouds):
     assert [offer.provider for offer in plan.offers] == ["slurm"]
     assert plan.notes == ("aws: no answer",)
     assert project.launch().record.provider == "slurm"
+
+
+def test_a_plan_says_why_one_of_them_has_nothing(project, clouds):
+    """Else the others' machines are paid for, and nobody knows that a host only does not answer."""
+    clouds["slurm"].on_sale.clear()
+    (note,) = on_sale.plan(project.spec()).notes
+    assert note.startswith("slurm: no offer of provider slurm meets the run file")
+    assert note.endswith("It has nothing of this kind on sale.")
+    clouds["aws"].refuses["offers"] = [AuthError("expired", "word " * 100)]
+    sells(clouds["slurm"], "slurm", 2.0, "on-demand")
+    assert len(on_sale.plan(project.spec()).notes[0]) < 230
 
 
 def test_where_nobody_has_anything_all_of_them_say_why(project, clouds):
@@ -337,6 +349,18 @@ def test_a_limit_by_the_hour_counts_the_dearest_of_all_that_say_what_they_cost(p
     with pytest.raises(Transient):
         on_sale.priced(spec, at_once, unheard)
     clouds["slurm"].on_sale[:] = nothing
+
+
+def test_a_limit_by_the_hour_counts_no_machines_that_the_image_does_not_run_on(project, clouds):
+    aws = clouds["aws"]
+    aws.on_sale[:] = [each.model_copy(update={"gpu": "A100-80GB", "gpus": 0}) for each in aws.on_sale]
+    aws.on_sale.append(aws.on_sale[0].model_copy(update={"gpu": "B200", "price_usd_per_hour": 90.0}))
+    spec, labels = project.spec(), {compat.TORCH: "2.6.0", compat.CUDA: "12.4"}
+    assert on_sale.priced(spec, at_once, unheard).usd_per_hour == 90.0
+    assert on_sale.priced(spec, at_once, unheard, labels).usd_per_hour == 9.0
+    aws.on_sale[:] = aws.on_sale[-1:]
+    found = on_sale.priced(spec, at_once, unheard, labels)
+    assert (found.usd_per_hour, found.providers, "B200" in str(found.without["aws"])) == (2.0, ("slurm",), True)
 
 
 def test_one_busy_moment_takes_no_provider_from_a_run(project, clouds, world, monkeypatch):
