@@ -59,13 +59,16 @@ class FleetMonitor:
     def _monitor(self, node: Node, first: int) -> NodeMonitor:
         session, rank, instance = self._session, node.target.rank, self._handle.ids[node.target.rank]
         layout, local = RunLayout(session.record.run_id), session.folder.log(rank, instance)
-        monitor = NodeMonitor(node, session.record.run_id, session.timeouts, self._clock, self._wall)
-        show = monitor.telling(lambda offset, data: session.emit(LogChunk(rank, offset, data)))
-        warn = monitor.telling(self.once)
-        log = RemoteTail(str(layout.log), local, tell=show, warn=warn, hidden=session.hidden)
-        times = RemoteTail(str(layout.log_times), times_of(local), tell=untold, warn=warn)
-        monitor.copies = (log, times, metrics.copy_of(session, first, instance, warn))
-        return monitor
+        log = RemoteTail(
+            str(layout.log),
+            local,
+            tell=lambda offset, data: session.emit(LogChunk(rank, offset, data)),
+            warn=self.once,
+            hidden=session.hidden,
+        )
+        times = RemoteTail(str(layout.log_times), times_of(local), tell=untold, warn=self.once)
+        copies = (log, times, metrics.copy_of(session, first, instance, self.once))
+        return NodeMonitor(node, session.record.run_id, copies, session.timeouts, self._clock, self._wall)
 
     # --- seeing -------------------------------------------------------------------------------------------------
 
