@@ -507,6 +507,23 @@ def test_while_a_node_does_not_answer_the_providers_word_is_waited_for(watch):
     assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
 
 
+def test_a_supervisor_that_was_halted_asks_the_provider_before_it_blames_a_program(watch, monkeypatch):
+    """Ctrl-Z and `fg`: the time in which nobody asked is none in which the provider said nothing."""
+    describe = watch.world.cloud.describe
+
+    def slow_to_answer(handle):
+        if watch.elapsed < 107:
+            raise Transient("503 from the API")
+        return describe(handle)
+
+    monkeypatch.setattr(watch.world.cloud, "describe", slow_to_answer)
+    watch.at(3, lambda: [cut_off(node) for node in watch.world.nodes])
+    watch.at(3, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    watch.at(4, lambda: setattr(watch, "now", watch.now + 100))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+
+
 def test_a_provider_that_says_nothing_of_it_does_not_hold_up_the_end(watch):
     watch.timeouts = watch.timeouts.model_copy(update={"connect_s": 10})
     watch.session = watch.new_session()
@@ -643,6 +660,18 @@ def test_nodes_that_do_not_stop_in_time_are_not_waited_for(watch):
     assert (ended.succeeded, ended.stopped_by) == (False, "user")
     assert "did not stop in time" in ended.reason
     assert 13 < watch.elapsed < 17, "grace and drain, 10 s together"
+
+
+def test_a_supervisor_that_was_halted_hears_who_has_stopped_meanwhile(watch):
+    """Ctrl-Z and `fg` in the middle of a stop: a node is late when it has been listened to, and still trains."""
+    _, second = watch.world.nodes
+    second.ends_when_stopped = False
+    watch.at(3, Folder("run-1").stop.touch).at(5, lambda: setattr(watch, "now", watch.now + 400))
+    watch.at(5, lambda: second.says(Phase.FAILED, fault=Fault.STOPPED, reason="stopped"))
+    watch.at(5, watch.raises(1, "read", *[RemoteError("no answer yet")] * 3))
+    ended = watch.run()
+    assert (ended.stopped_by, ended.lost) == ("user", ())
+    assert "in time" not in ended.reason
 
 
 def test_a_node_that_cannot_be_asked_is_told_and_asked_again(watch):
