@@ -956,6 +956,15 @@ def test_metrics_that_cannot_be_read_are_told_and_no_error(watch):
     assert ["node 1" in event.text for event in watch.world.of(Warned)] == [True]
 
 
+def test_metrics_that_never_end_are_not_waited_for_while_machines_are_paid(watch):
+    node = watch.world.nodes[1]
+    watch.session.timeouts = watch.timeouts.model_copy(update={"sync_s": 0.05})
+    node.read_from = lambda _path, _offset, _limit: b"{}\n"
+    collect(watch.session, watch.nodeset, watch.handle, 1)
+    assert ["node 1" in event.text and "sync_s" in event.text for event in watch.world.of(Warned)] == [True]
+    assert (Folder("run-1").root / "metrics" / "rank-1.jsonl").read_bytes().startswith(b"{}\n"), "what came is kept"
+
+
 def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):
     watch.at(2, lambda: watch.world.nodes[1].says(Phase.TRAINING, at_risk_since=5.0)).done_at(30)
     assert watch.run().succeeded
