@@ -36,7 +36,7 @@ BAR_EVERY_S = 5.0  # between two states of a program's own progress bar
 LONGEST_LINE = 4000
 LONGEST_STEP = 100  # of a Dockerfile, on the screen
 SILENCE_S = 1.5  # after which a command says what it waits for
-ROOM_S = 1.0  # that a node's lines wait for a terminal which takes nothing, before they are left out
+ROOM_S = 3.0  # that a node's lines wait for a terminal which takes nothing, before they are left out
 # what a terminal would act on: escape sequences and control characters; tab stays
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
