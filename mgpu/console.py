@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
+from mgpu import writer
 from mgpu.errors import Interrupted, MgpuError
 from mgpu.table import Table
 from mgpu.words import wrapped
@@ -35,6 +36,7 @@ BAR_EVERY_S = 5.0  # between two states of a program's own progress bar
 LONGEST_LINE = 4000
 LONGEST_STEP = 100  # of a Dockerfile, on the screen
 SILENCE_S = 1.5  # after which a command says what it waits for
+ROOM_S = 3.0  # that a node's lines wait for a terminal which takes nothing, before they are left out
 # what a terminal would act on: escape sequences and control characters; tab stays
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
@@ -116,10 +118,12 @@ class Console:
     def data(self, value: Any) -> None:
         """Plain data as JSON."""
         Console.told = True
+        writer.settle(sys.stdout)
         sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
     def text(self, text: str) -> None:
         """A result as it is."""
+        writer.settle(sys.stdout)
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
     def flush(self) -> None:
@@ -128,6 +132,7 @@ class Console:
 
     def raw(self, data: bytes) -> None:
         """A result byte for byte."""
+        writer.settle(sys.stdout)
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
@@ -159,11 +164,14 @@ class Console:
 
     # --- everything else, on stderr -----------------------------------------------------------------------------
 
-    def say(self, text: str, style: str = "", *, whole: bool = False) -> None:
+    def say(self, text: str, style: str = "", *, whole: bool = False, patient: bool = False) -> None:
         """A line of progress. What comes from nodes and providers is in it: nothing of that acts on the terminal.
 
-        A terminal's lines are broken between words, unless it is to stay `whole`.
+        A terminal's lines are broken between words, unless it is to stay `whole`. A terminal that is halted is not
+        waited for, and may never show it, unless that is to be so: `patient`.
         """
+        if patient:
+            self._has_room(None)
         from rich.text import Text
 
         def show() -> None:
@@ -253,12 +261,19 @@ class Console:
             return None
         self.done()
         while True:
-            self._to_stderr(lambda: print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True))
+            self._to_stderr(lambda: self._ask(f"{question} [y/N] "))
             if within_s is not None and not select.select([sys.stdin], [], [], within_s)[0]:
                 return None
             word = sys.stdin.readline().strip().lower()  # nothing: Enter alone, or the terminal is gone
             if word in ("", "n", "no", "y", "yes"):
                 return word in ("y", "yes")
+
+    def _ask(self, prompt: str) -> None:
+        if (out := self._writer()) is not None:
+            out.drain(writer.CLOSE_S)
+        file = self._stderr().file
+        file.write(prompt)
+        file.flush()
 
     def emit(self, event: events.Event) -> None:
         """Renders one progress event."""
@@ -334,7 +349,7 @@ class Console:
         if not self.show_logs:
             return
         lines = self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data)
-        if lines:  # all at once: a program that prints 200 MB is not to wait, on paid machines, for the screen
+        if lines and self._has_room(ROOM_S, len(lines)):  # all at once: a program may print 200 MB
             self.say("\n".join(lines), whole=True)
 
     def _metrics(self, event: events.MetricsSampled) -> None:
@@ -388,6 +403,17 @@ class Console:
                 numbers=numbers,
             )
 
+    def _has_room(self, within_s: float | None, lines: int = 0) -> bool:
+        """Whether stderr takes more, as `Writer.wait`; if not, so many lines are left out."""
+        out = self._writer()
+        if out is None or out.wait(within_s):
+            return True
+        out.leave_out(lines)
+        return False
+
+    def _writer(self) -> writer.Writer | None:
+        return writer.of(getattr(sys.stderr, "rich_proxied_file", sys.stderr))  # a live bar's, in its place
+
     def _stderr(self) -> RichConsole:
         if self._rich is None:
             from rich.console import Console as RichConsole
@@ -396,7 +422,7 @@ class Console:
                 def on_broken_pipe(self) -> None:
                     raise  # the error that is being handled; rich would end this process here, without a teardown
 
-            self._rich = Stderr(stderr=True, highlight=False)
+            self._rich = Stderr(file=cast("IO[str] | None", self._writer()), stderr=True, highlight=False)
         return self._rich
 
     # by name: commands that emit nothing, such as `status`, do not pay for making the events' classes

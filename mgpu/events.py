@@ -234,7 +234,7 @@ class LogChunk(Event):
         }
 
 
-Emit = Callable[[Event], None]
+Emit = Callable[[Event], None]  # returns soon, whoever hears it: a supervisor calls it
 
 
 def ignore(_event: Event) -> None:

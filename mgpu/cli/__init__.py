@@ -157,6 +157,8 @@ def main(args: list[str] | None = None) -> Any:
     except Exception as error:
         told = _told(error)
         if told is None:
+            if known := sys.modules.get("mgpu.writer"):
+                known.settle(sys.stderr)  # a traceback stands below what was said before it
             raise
         from mgpu.console import Console
 

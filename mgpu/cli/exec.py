@@ -17,6 +17,7 @@ from typing import IO
 
 import click
 
+from mgpu import writer
 from mgpu.cli import complete
 from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console, LogLines
@@ -57,6 +58,7 @@ def exec(run: str, command: tuple[str, ...], stack: str | None, node: int | None
 
 def _alone(argv: list[str]) -> tuple[int, bool]:
     """The exit code, and whether it is the command's own; output and input are passed on byte for byte."""
+    writer.settle(sys.stderr)
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
         last = b""
         for data in _pieces(process.stderr):
@@ -82,7 +84,7 @@ def _at_once(argvs: Mapping[int, list[str]], *, through: bool) -> dict[int, tupl
     try:
         for rank, each in _begun(argvs, through=through):
             begun[rank] = each
-            for way in ((each.stdout, console.text), (each.stderr, partial(console.say, whole=True))):
+            for way in ((each.stdout, console.text), (each.stderr, partial(console.say, whole=True, patient=True))):
                 threading.Thread(target=pass_on, args=(rank, *way), daemon=True).start()
         own = set[int]()
         for _ in range(2 * len(begun)):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import click
 
+from mgpu import writer
 from mgpu.cli import complete
 from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
@@ -24,4 +26,5 @@ def ssh(run: str, command: tuple[str, ...], stack: str | None, node: int, only_c
         Console().text(str(route.config))
         return
     argv = route.argv(route.one(node))
+    writer.settle(sys.stderr)  # this process writes no more
     os.execv(argv[0], [*argv, *command])  # noqa: S606 - no shell is in it

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import CheckpointTarget, Secrets
@@ -28,7 +27,7 @@ from mgpu.run.job.stack_output import handle_of, provider_for, provider_of, targ
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt_start import catch_up, start
 from mgpu.run.lifecycle.capacity_wait import paused
-from mgpu.run.lifecycle.post_mortem import stalled
+from mgpu.run.lifecycle.post_mortem import stalled, vouched
 from mgpu.run.nodes import agent_client, code_upload, container_setup, outputs, python_setup
 from mgpu.run.record.record import State, known
 from mgpu.run.record.session import Session
@@ -39,9 +38,6 @@ from mgpu.run.supervision.remote_tail import values
 from mgpu.run.supervision.supervisor import Ended, Supervisor
 from mgpu.spec.provider import starts_from_image
 from mgpu.words import count
-
-if TYPE_CHECKING:
-    from mgpu_train.checkpoint.log.lines import Commit
 
 ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
 
@@ -270,22 +266,17 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
     """What the store makes of an end that all agents call a success. One that does not answer is waited for as long as
     the machines last by themselves. Then the run is left, to be judged by whoever comes back to it; but where a limit
     has stopped it, it ends without a verdict, because its machines have to go."""
-    from mgpu_train.checkpoint.log.commit_log import CommitLog
-    from mgpu_train.checkpoint.newest import problems_of
     from mgpu_train.store import StoreError
 
     record = session.record
 
-    def look() -> tuple[list[Commit], list[str]]:
-        store = operator_store.for_record(checkpoint.to, record)  # credentials may be new
-        log = CommitLog(store, record.run_id)
-        newest = log.checkpoints()[:1]
-        return newest, [problem for commit in newest for problem in problems_of(store, log, commit, deep=False)]
+    def look() -> Ended:
+        return vouched(record, operator_store.for_record(checkpoint.to, record))  # credentials may be new
 
     passing, limit_s = operator_store.passing(), 0.0 if ended.stopped_by else session.timeouts.lease_s
     with session.phase("verifying"):
         try:
-            newest, problems = patiently(look, limit_s, partial(_leaving, session), session.emit, passing)
+            found = patiently(look, limit_s, partial(_leaving, session), session.emit, passing)
         except StoreError as error:
             why = f"the final checkpoint could not be verified: {error}"
             if not isinstance(error, passing):
@@ -295,14 +286,4 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
             what = f"run {record.run_id} cannot be judged now, though all its nodes say that they are done"
             session.emit(Warned(f"{what}: {why}. `mgpu attach {record.run_id}` does it once {checkpoint.to} answers"))
             return Ended(False, why, left=True)
-    # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
-    final = [entry for entry in newest if record.attempt - entry.attempt <= record.recoveries]
-    if not final and newest:  # the agents vouch for what was saved: it was nothing, and would be nothing again
-        went_on = f"the program went on from step {newest[0].step} and ended without a newer checkpoint"
-        return Ended(False, f"{went_on}: nothing was left to do, or it did not save it", Fault.USER)
-    if not final:
-        return Ended(False, "no checkpoint of this attempt is in the commit log", Fault.INFRASTRUCTURE)
-    if problems:
-        return Ended(False, f"the final checkpoint is damaged: {problems[0]}", Fault.INFRASTRUCTURE)
-    record.checkpoint_id, record.checkpoint_step = final[0].checkpoint_id, final[0].step
-    return ended
+    return ended if found.succeeded else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from mgpu.run.supervision.supervisor import Ended
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.log.lines import Commit
+    from mgpu_train.store import Store
 
 
 # An attempt that nobody reaches is taken for stalled after so long without a commit, and so many times as long as it
@@ -63,6 +66,8 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
         log = CommitLog(store, run)
         end, lost = log.ended(record.attempt), forgotten(record, log)
         newest = newest_verified(store, run, damaged=record.damaged, report=lambda text: session.emit(Warned(text)))
+        done = end is not None and end.succeeded
+        ended = vouched(record, store) if done and not lost else None
     except Damaged as error:
         return Ended(False, f"its machines are gone, and {error}", Fault.INFRASTRUCTURE) if needed else None
     except StoreError as error:
@@ -73,17 +78,49 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
             str(error),
             f"Nothing is billed. Run `mgpu attach {run}` again once {request.checkpoint.to} answers.",
         ) from error
-    done = end is not None and end.succeeded
     if lost:
         session.emit(Warned(lost))
     if newest is not None:
         if not lost:
             record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
         steps = request.spec.train.steps if request.spec.train else None
-        of_this_launch = record.attempt - newest.attempt <= record.recoveries
-        if of_this_launch and (done or (steps and newest.step >= steps)):
+        if steps and newest.step >= steps and _of_this_launch(record, newest):
             return Ended(True)
+    if ended is not None:
+        return ended if ended.succeeded else replace(ended, lost=tuple(range(record.nodes)))
     return None if end is None or done else _said(session, end.reason or "", end.fault)
+
+
+def vouched(record: Record, store: Store) -> Ended:
+    """What the store makes of an end that all agents call a success: the newest checkpoint has to verify.
+
+    Raises StoreError.
+    """
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.newest import newest_verified, problems_of
+
+    log = CommitLog(store, record.run_id)
+    for newest in log.checkpoints()[:1]:
+        known = record.damaged.get(newest.checkpoint_id)
+        problems = (known,) if known else problems_of(store, log, newest, deep=False)
+        # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
+        if not problems and _of_this_launch(record, newest):
+            record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
+            return Ended(True)
+        if problems and newest.attempt == record.attempt:
+            why = f"the final checkpoint, {newest.checkpoint_id}, is damaged: {problems[0]}"
+            return Ended(False, why, Fault.INFRASTRUCTURE)
+        # the agents vouch for what was saved: it was nothing, and would be nothing again
+        told = list[str]()  # already, when the attempt began
+        began = newest_verified(store, record.run_id, damaged=record.damaged, report=told.append)
+        went_on = f"the program went on from step {began.step} and ended" if began else "the program ended"
+        why = f"{went_on} without a newer checkpoint: nothing was left to do, or it did not save it"
+        return Ended(False, why, Fault.USER)
+    return Ended(False, "no checkpoint of this attempt is in the commit log", Fault.INFRASTRUCTURE)
+
+
+def _of_this_launch(record: Record, commit: Commit) -> bool:
+    return record.attempt - commit.attempt <= record.recoveries
 
 
 def forgotten(record: Record, log: CommitLog) -> str | None:

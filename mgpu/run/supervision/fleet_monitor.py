@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DESCRIBE_EVERY_S, DESCRIBE_SOON_S = 2.0, 0.5  # the latter while something is amiss
 WARN_S = 0.5  # most connections that were cut are back before then
 STOPPING_BEAT_S = 2.0  # `BEAT_S` of an agent that is to end
-LATE_S = 1.0  # a supervisor that is so late was held up: by a terminal, a disk, SIGSTOP, whatever it was
+LATE_S = 1.0  # a supervisor that is so late was held up: by a disk, SIGSTOP, whatever it was
 SAVE, NOW, HURRY = 1, 2, 3  # how an agent is to stop; the last: it gives up waiting for its peers as well
 
 
@@ -50,7 +50,8 @@ class FleetMonitor:
         self._told: set[str] = set()
         self._silent: set[int] = set()  # ranks that were told not to answer
         self._stop_level = 0
-        self._viewed_at = clock()  # when a verdict was made last
+        self._viewed_at = clock()  # when a verdict was made last,
+        self.late_s = 0.0  # and for how long nobody was listened to before it, because this process stood still
         self._described_at = clock()  # when the provider was asked last,
         self.described = float("-inf")  # and when, at the earliest, it was as it answered
         self.gone: dict[int, str] = {}  # rank -> why, by the provider's word
@@ -59,13 +60,16 @@ class FleetMonitor:
     def _monitor(self, node: Node, first: int) -> NodeMonitor:
         session, rank, instance = self._session, node.target.rank, self._handle.ids[node.target.rank]
         layout, local = RunLayout(session.record.run_id), session.folder.log(rank, instance)
-        monitor = NodeMonitor(node, session.record.run_id, session.timeouts, self._clock, self._wall)
-        show = monitor.telling(lambda offset, data: session.emit(LogChunk(rank, offset, data)))
-        warn = monitor.telling(self.once)
-        log = RemoteTail(str(layout.log), local, tell=show, warn=warn, hidden=session.hidden)
-        times = RemoteTail(str(layout.log_times), times_of(local), tell=untold, warn=warn)
-        monitor.copies = (log, times, metrics.copy_of(session, first, instance, warn))
-        return monitor
+        log = RemoteTail(
+            str(layout.log),
+            local,
+            tell=lambda offset, data: session.emit(LogChunk(rank, offset, data)),
+            warn=self.once,
+            hidden=session.hidden,
+        )
+        times = RemoteTail(str(layout.log_times), times_of(local), tell=untold, warn=self.once)
+        copies = (log, times, metrics.copy_of(session, first, instance, self.once))
+        return NodeMonitor(node, session.record.run_id, copies, session.timeouts, self._clock, self._wall)
 
     # --- seeing -------------------------------------------------------------------------------------------------
 
@@ -88,9 +92,9 @@ class FleetMonitor:
         """What the verdict is made of, once a pass: what a pass took longer than it may is no silence of a node's."""
         times, now = self._session.timeouts, self._clock()
         late_s, self._viewed_at = now - self._viewed_at - times.poll_s - 2 * times.look_s, now
-        if late_s > LATE_S:
-            for monitor in self.monitors:
-                monitor.excuse(late_s)
+        self.late_s = late_s if late_s > LATE_S else 0.0
+        for monitor in self.monitors if self.late_s else ():
+            monitor.excuse(self.late_s)
         return tuple(
             NodeView(
                 monitor.rank,

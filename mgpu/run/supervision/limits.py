@@ -19,9 +19,11 @@ from mgpu.run.budget.costs import month as month_of
 from mgpu.run.budget.costs import month_ends
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record
+from mgpu.run.supervision.background_calls import BackgroundCalls
 
 _TOLD_OF = (0.5, 0.8, 1.0)  # of a budget
 _LOOK_EVERY_S = 240.0  # what the other runs have spent
+_ANSWER_S = 1.0  # for the backend to say so, before the supervisor goes on without
 _ROOM_S = 30.0  # for the upload of the last save, beside the grace of the stop
 _NEARLY = 0.98  # of a budget: a fleet's clock begins with its search, what it costs with its machines
 _ROOM, _MOST_ROOM = 0.1, 0.5  # of max_hours: a short run is not all room
@@ -117,12 +119,13 @@ class Budget:
 @dataclass
 class MonthBudget:
     """What all runs of the backend may spend in a month. What the others have spent is looked up now and then, and goes
-    on by their prices in between. A backend that does not answer ends no run."""
+    on by their prices in between. A backend that does not answer ends no run, and holds up no supervisor."""
 
     room_s: float
     look: Callable[[str, float], Month | None] = of_month
     _known: Month | None = field(default=None, init=False)
     _look_at: float = field(default=0.0, init=False)
+    _calls: BackgroundCalls = field(default_factory=BackgroundCalls, init=False)
 
     def check(self, now: float, record: Record) -> StopReason | None:
         """Whether it is nearly spent."""
@@ -137,11 +140,23 @@ class MonthBudget:
         return Spending("usd_per_month", key, month.spent_usd(record, now), month.most_usd) if month else None
 
     def _month(self, now: float, record: Record) -> Month | None:
-        if now >= self._look_at or (self._known and month_of(now) != month_of(self._known.others.at)):
-            self._look_at, self._known = now + _LOOK_EVERY_S, None
-            with suppress(StackError, InputError):  # a file that somebody has damaged ends none either
-                self._known = self.look(record.run_id, now)
-        return self._known
+        begun = self._due(now) and self._calls.begin("look", lambda: self._find(record.run_id, now))
+        if begun:
+            self._look_at = now + _LOOK_EVERY_S
+        self._calls.wait(_ANSWER_S if begun else 0.0)
+        return None if self._is_old(now) else self._known
+
+    def _due(self, now: float) -> bool:
+        return now >= self._look_at or self._is_old(now)
+
+    def _is_old(self, now: float) -> bool:
+        return self._known is not None and month_of(now) != month_of(self._known.others.at)
+
+    def _find(self, run_id: str, now: float) -> None:
+        found = None
+        with suppress(StackError, InputError):  # a file that somebody has damaged ends none either
+            found = self.look(run_id, now)
+        self._known = found
 
 
 @dataclass(frozen=True)

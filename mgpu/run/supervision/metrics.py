@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -41,8 +42,10 @@ def collect(
 ) -> None:
     """Takes what is left of every rank's metrics, except from nodes that are lost, and puts each rank's together.
 
-    What cannot be read is left out, with a warning.
+    What cannot be read, or not within `sync_s`, is left out, with a warning.
     """
+
+    until = time.monotonic() + session.timeouts.sync_s  # the machines are paid meanwhile
 
     def warn(text: str) -> None:
         session.emit(Warned(text))
@@ -55,7 +58,8 @@ def collect(
             if node.closed:
                 node.reconnect()
             for rank in range(first, first + processes_per_node):
-                copy_of(session, rank, instance, warn).follow(node, lambda: True)
+                if not copy_of(session, rank, instance, warn).follow(node, lambda: time.monotonic() < until):
+                    raise RemoteError(f"they took more than {session.timeouts.sync_s:g} s (sync_s)")
         except RemoteError as error:
             session.emit(Warned(f"metrics of node {node.target.rank} could not be read: {error.what}"))
 

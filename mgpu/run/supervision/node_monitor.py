@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import ParamSpec
 
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.status.status import AgentStatus, Phase
@@ -15,8 +14,6 @@ from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.remote.node import Node
 from mgpu.run.nodes import agent_client
 from mgpu.run.supervision.remote_tail import RemoteTail
-
-_Told = ParamSpec("_Told")
 
 BEAT_S = 10.0  # a status that stands still this long: the agent is asked for, and as often
 RETRY_S, RETRY_MOST_S = 0.5, 5.0  # between two new connections to a node that takes none
@@ -29,23 +26,22 @@ class NodeMonitor:
         self,
         node: Node,
         run_id: str,
+        copies: tuple[RemoteTail, ...],
         timeouts: Timeouts,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        """`clock` gives monotonic seconds, `wall` UNIX seconds."""
+        """`copies`: of what it writes; `clock` gives monotonic seconds, `wall` UNIX seconds."""
         self.node = node
         self.rank = node.target.rank
-        self._run_id, self._timeouts = run_id, timeouts
+        self._run_id, self._copies, self._timeouts = run_id, copies, timeouts
         self._clock, self._wall = clock, wall
-        self.copies: tuple[RemoteTail, ...] = ()  # of what it writes
         self._over = threading.Event()
         self._retry_at, self._pause = float("-inf"), 0.0
         self._beat_at, self._asked_at = clock(), float("-inf")
         self.status: AgentStatus | None = None
         self.seen = clock()  # when it last answered,
         self.heard_at = wall()  # in UNIX seconds
-        self._tells, self._told_at = False, float("-inf")  # whether a look waits for who is told; when one last did
         self._excused = (self.seen, 0.0)  # of the time since then: seconds in which nobody listened
         self.dead = False  # the agent has ended without a word
         self.moves = False  # the agent has been seen to live: one that is dead leaves a status, too
@@ -62,7 +58,7 @@ class NodeMonitor:
             self._read(beat_s)
             self.seen, self.heard_at = self._clock(), self._wall()
             until = began + logs_s
-            whole = [copy.follow(self.node, lambda: self._clock() <= until) for copy in self.copies]
+            whole = [copy.follow(self.node, lambda: self._clock() <= until) for copy in self._copies]
             self.lost_touch = None
             if all(whole):
                 self.copied_at = began
@@ -75,40 +71,20 @@ class NodeMonitor:
         """No new connection is made any more: the supervisor goes."""
         self._over.set()
 
-    def telling(self, tell: Callable[_Told, None]) -> Callable[_Told, None]:
-        """`tell`, for looks to call. A terminal that is halted may take hours: a look that is there has heard the node,
-        and other nodes are looked at meanwhile."""
-
-        def told(*args: _Told.args, **more: _Told.kwargs) -> None:
-            self._tells = True
-            try:
-                tell(*args, **more)
-            finally:
-                self._told_at = self._clock()
-                self._tells = False
-
-        return told
-
     def excuse(self, seconds: float) -> None:
         """So many of the last seconds are no silence. Called by the thread that asks for `silent_s`."""
-        heard = self._heard
-        self._excused = heard, self._excused_s(heard) + min(seconds, self._clock() - heard)
+        seen = self.seen
+        self._excused = seen, self._excused_s(seen) + min(seconds, self._clock() - seen)
 
     @property
     def silent_s(self) -> float:
         """Seconds for which it was listened to, and did not answer."""
-        if self._tells:
-            return 0.0
-        heard = self._heard
-        return max(0.0, self._clock() - heard - self._excused_s(heard))
+        seen = self.seen
+        return max(0.0, self._clock() - seen - self._excused_s(seen))
 
-    @property
-    def _heard(self) -> float:
-        return max(self.seen, self._told_at)
-
-    def _excused_s(self, heard: float) -> float:
+    def _excused_s(self, seen: float) -> float:
         since, seconds = self._excused
-        return seconds if since == heard else 0.0
+        return seconds if since == seen else 0.0
 
     @property
     def answers(self) -> bool:

@@ -28,7 +28,7 @@ from mgpu.run.supervision.health import Action, Verdict, decide
 from mgpu.run.supervision.limits import Budget, Limit, MonthBudget, StopReason, last_save_s
 from mgpu.words import duration
 
-SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
+SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed; for nodes' own
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ class Supervisor:
         verdict = decide(
             self._fleet.views(), attempt=self._session.record.attempt, silence_s=self._session.timeouts.silence_s
         )
+        if self._fleet.late_s:
+            self._wait_longer()
         self._notice(verdict)
         if verdict.action is not Action.END:
             self._failing = None
@@ -130,6 +132,15 @@ class Supervisor:
         if self._stop_by is not None and self._clock() > self._stop_by + self._longer_s():
             return self._ended(self._late(self._explained(verdict)))
         return None
+
+    def _wait_longer(self) -> None:
+        """This process stood still, and nobody was listened to: what is waited for may have come meanwhile. Each pass
+        takes longer than it is late, so no wait is for ever."""
+        late_s = self._fleet.late_s
+        if self._failing is not None:
+            self._failing += late_s
+        if self._stop_by is not None:
+            self._stop_by = min(self._stop_by + late_s, max(self._stop_by, self._clock() + SETTLE_S))
 
     def _needs_nothing(self, verdict: Verdict) -> bool:
         """Whether it may be left, as was asked for: every node trains, and what it has written until now is here."""

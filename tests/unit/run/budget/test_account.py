@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from mgpu.backend import objects
 from mgpu.errors import OverLimit, StackError
@@ -21,6 +22,7 @@ from mgpu.run.budget import account
 from mgpu.run.budget.account import Limits, Month, Usage
 from mgpu.run.record import record as records
 from mgpu.run.record.record import Record, Spent, State
+from mgpu.run.supervision import limits as limits_module
 from mgpu.run.supervision.limits import MonthBudget, StopReason, cap_reason
 
 HOUR = 3600.0
@@ -253,6 +255,26 @@ def test_a_backend_that_is_away_ends_no_run_and_the_next_month_begins_anew():
     budget = MonthBudget(90.0, lambda _run, now: Month(1000.0, Usage(now, 999.0 if now < ENDS else 0.0, (), {})))
     assert budget.check(ENDS - 10, replace(mine, spending=[Spent(1, 36.0, ENDS - 20, None, 0.0)])) is None
     assert budget.check(ENDS + 1, run("run-1", 60.0, ENDS - HOUR)) is None
+
+
+def test_a_backend_that_says_nothing_holds_up_no_supervisor(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits_module, "_ANSWER_S", 0.0)
+    looks, mine, free, asked = Looks(), run("run-1", 60.0, NOW), threading.Event(), threading.Event()
+
+    def look(run_id: str, now: float) -> Month | None:
+        if now > NOW:
+            asked.set()
+            free.wait()
+        return looks(run_id, now)
+
+    budget = MonthBudget(90.0, look)
+    until(lambda: budget.spent(NOW, mine))
+    after = next(now for now in range(int(NOW), int(NOW) + 3000) if budget.check(now, mine))
+    assert asked.wait(60)
+    assert after == int(NOW + 100 / 120 * HOUR - 90), "by what was known before"
+    assert budget.check(ENDS + 1, mine) is None, "of another month nothing is known"
+    free.set()
+    until(lambda: budget.check(ENDS - 10, mine))
 
 
 def test_parts_of_a_month_are_told_once_each_month():

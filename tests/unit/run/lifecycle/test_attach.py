@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -444,6 +445,18 @@ def test_a_run_that_said_that_it_succeeded_did(project, dead, kept):
     ended = record.load("run-1")
     assert (ended.state, ended.checkpoint_step) == (State.SUCCEEDED, 10), "the last commit, which nobody saw"
     all_is_given_back(project)
+
+
+def test_a_success_whose_final_checkpoint_is_gone_is_not_that_of_the_one_before(project, dead, kept):
+    kept.saved(10)
+    kept.saved(20)
+    kept.ended(succeeded=True)
+    root = Path(kept.url.removeprefix("file://"))
+    assert [path.unlink() for path in root.rglob("*") if path.is_file() and "a001-step-20" in str(path)]
+    assert gone(project, dead(State.RUNNING, spec=kept.spec, store=kept.url)).exit_code == 6
+    ended = record.load("run-1")
+    assert "a001-step-20" in ended.reason
+    assert (ended.state, ended.fault, ended.checkpoint_step) == (State.FAILED, "infrastructure", 10)
 
 
 def finished(node):

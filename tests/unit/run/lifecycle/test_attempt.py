@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
@@ -119,6 +120,29 @@ def test_a_run_that_was_begun_again_saves_something_itself(run):
     again = run.conduct()
     assert (again.succeeded, again.fault) == (False, Fault.USER)  # other machines would change nothing
     assert "went on from step 10 and ended without a newer checkpoint" in again.reason
+
+
+@pytest.fixture
+def damaged(run, request):
+    """After the first attempt: its newest checkpoint, step 20, is damaged, as the store or a node says."""
+    assert run.conduct().succeeded
+    url, store = run.request.checkpoint.to, Path(run.request.checkpoint.to.removeprefix("file://"))
+    run.world.commit(url, "run-1", attempt=1, writer=run.record.writer, step=20)
+    if request.param == "it is missing":
+        assert [path.unlink() for path in store.rglob("*") if path.is_file() and "a001-step-20" in str(path)]
+    else:
+        run.record.damaged = {"a001-step-20": "node 0: params.bin differs"}
+    run.record.state, run.world.program = State.REPAIRING, nothing_left
+
+
+@pytest.mark.parametrize("recoveries", [0, 1])
+@pytest.mark.parametrize("damaged", ["it is missing", "a node has read it"], indirect=True)
+def test_an_attempt_after_a_damaged_checkpoint_has_something_to_save(run, damaged, recoveries):
+    run.record.recoveries = recoveries
+    ended = run.conduct()
+    assert (ended.succeeded, ended.fault, load("run-1").attempt) == (False, Fault.USER, 2)
+    assert "went on from step 10 and ended without a newer checkpoint" in ended.reason
+    assert run.record.checkpoint_id == "a001-step-10"
 
 
 class Away:

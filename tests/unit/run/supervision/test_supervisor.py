@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault, Notice, Phase
 
+from mgpu import console, writer
 from mgpu.errors import ConnectionFailed, RemoteError, Transient
 from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Recovered, SpendChanged, Warned
 from mgpu.journal import read
@@ -395,15 +399,33 @@ def test_a_node_that_hangs_holds_up_nothing_but_itself(watch):
     assert stuck.calls < 5, "a look that is under way is not started again"
 
 
-def test_a_terminal_that_is_halted_makes_no_node_silent(watch):
-    """What a node prints is shown by whoever looks at it: he waits for the terminal, not for the node."""
-    free = threading.Event()
-    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
-    watch.session = watch.new_session()
-    watch.session.emit = lambda event: free.wait() if isinstance(event, LogChunk) else None
-    watch.at(3, lambda: watch.world.nodes[0].prints(b"step 7\n")).at(40, free.set)
-    assert watch.done_at(41).run().succeeded
-    assert watch.stops == [0, 0]
+@pytest.fixture
+def halted(monkeypatch):
+    """Standard error is a pipe that nobody reads, and full."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with suppress(BlockingIOError):
+        while os.write(writes, b"." * 512):
+            pass
+    os.set_blocking(writes, True)
+    monkeypatch.setattr(sys, "stderr", stream := os.fdopen(writes, "w"))
+    yield
+    os.close(reads)
+    writer.of(stream).drain()
+    stream.close()
+
+
+def test_whatever_nobody_reads_of_it_a_supervisor_hears_its_nodes_and_ends_what_is_to_end(watch, halted, monkeypatch):
+    """`mgpu launch 2>&1 | less`, Ctrl-S: its own lines, those of its nodes, and its bar."""
+    monkeypatch.setattr(console, "ROOM_S", 0.0)
+    shown = console.Console(show_logs=True)
+    watch.session.emit = shown.emit
+    for second in range(3, 8):
+        watch.at(second, lambda: watch.world.nodes[0].prints(b"step\n" * 80_000))
+    watch.at(35, lambda: setattr(watch.world.nodes[1], "reachable", False))
+    assert "node 1 has not answered" in watch.run().reason
+    assert 55 <= watch.elapsed < 70
+    assert watch.local_log(0) == watch.world.nodes[0].log, "on disk it is whole"
 
 
 def test_a_terminal_that_halts_the_supervisor_itself_makes_no_node_silent(watch):
@@ -416,19 +438,6 @@ def test_a_terminal_that_halts_the_supervisor_itself_makes_no_node_silent(watch)
     assert watch.done_at(110).run().succeeded
     assert watch.stops == [0, 0]
     assert watch.session.emit is emit
-
-
-def test_a_pipe_that_nobody_reads_hides_no_other_node_that_is_silent(watch):
-    """`mgpu launch | less`: whoever shows what node 0 prints waits, the supervisor itself does not."""
-    free, told = threading.Event(), []
-    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
-    watch.session = watch.new_session()
-    watch.session.emit = lambda event: free.wait() if isinstance(event, LogChunk) else told.append(event)
-    watch.at(3, lambda: watch.world.nodes[0].prints(b"step 7\n"))
-    watch.at(5, lambda: setattr(watch.world.nodes[1], "reachable", False))
-    watch.at(23, lambda: told.append(watch.stops)).at(27, lambda: told.append(watch.stops)).at(28, free.set)
-    assert "node 1 has not answered" in watch.run().reason
-    assert [stops for stops in told if isinstance(stops, list)] == [[0, 0], [1, 0]]
 
 
 def test_a_terminal_that_is_slow_now_and_then_puts_off_a_silent_node_no_longer_than_it_took(watch):
@@ -502,6 +511,23 @@ def test_while_a_node_does_not_answer_the_providers_word_is_waited_for(watch):
     first, second = watch.world.nodes
     watch.at(4, lambda: (cut_off(first), cut_off(second))).at(5, lambda: setattr(second, "reachable", False))
     watch.at(6, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+
+
+def test_a_supervisor_that_was_halted_asks_the_provider_before_it_blames_a_program(watch, monkeypatch):
+    """Ctrl-Z and `fg`: the time in which nobody asked is none in which the provider said nothing."""
+    describe = watch.world.cloud.describe
+
+    def slow_to_answer(handle):
+        if watch.elapsed < 107:
+            raise Transient("503 from the API")
+        return describe(handle)
+
+    monkeypatch.setattr(watch.world.cloud, "describe", slow_to_answer)
+    watch.at(3, lambda: [cut_off(node) for node in watch.world.nodes])
+    watch.at(3, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    watch.at(4, lambda: setattr(watch, "now", watch.now + 100))
     ended = watch.run()
     assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
 
@@ -642,6 +668,18 @@ def test_nodes_that_do_not_stop_in_time_are_not_waited_for(watch):
     assert (ended.succeeded, ended.stopped_by) == (False, "user")
     assert "did not stop in time" in ended.reason
     assert 13 < watch.elapsed < 17, "grace and drain, 10 s together"
+
+
+def test_a_supervisor_that_was_halted_hears_who_has_stopped_meanwhile(watch):
+    """Ctrl-Z and `fg` in the middle of a stop: a node is late when it has been listened to, and still trains."""
+    _, second = watch.world.nodes
+    second.ends_when_stopped = False
+    watch.at(3, Folder("run-1").stop.touch).at(5, lambda: setattr(watch, "now", watch.now + 400))
+    watch.at(5, lambda: second.says(Phase.FAILED, fault=Fault.STOPPED, reason="stopped"))
+    watch.at(5, watch.raises(1, "read", *[RemoteError("no answer yet")] * 3))
+    ended = watch.run()
+    assert (ended.stopped_by, ended.lost) == ("user", ())
+    assert "in time" not in ended.reason
 
 
 def test_a_node_that_cannot_be_asked_is_told_and_asked_again(watch):
@@ -924,6 +962,15 @@ def test_metrics_that_cannot_be_read_are_told_and_no_error(watch):
     watch.raises(1, "read_from", ConnectionFailed("lost"))()
     collect(watch.session, watch.nodeset, watch.handle, 1)
     assert ["node 1" in event.text for event in watch.world.of(Warned)] == [True]
+
+
+def test_metrics_that_never_end_are_not_waited_for_while_machines_are_paid(watch):
+    node = watch.world.nodes[1]
+    watch.session.timeouts = watch.timeouts.model_copy(update={"sync_s": 0.05})
+    node.read_from = lambda _path, _offset, _limit: b"{}\n"
+    collect(watch.session, watch.nodeset, watch.handle, 1)
+    assert ["node 1" in event.text and "sync_s" in event.text for event in watch.world.of(Warned)] == [True]
+    assert (Folder("run-1").root / "metrics" / "rank-1.jsonl").read_bytes().startswith(b"{}\n"), "what came is kept"
 
 
 def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):
