@@ -106,7 +106,7 @@ def _of_anything(line: str) -> str:
 
 
 def _git_rules(path: Path) -> _Rules | None:
-    lines = _lines(path)
+    lines = [] if path.is_dir() else _lines(path)  # git passes over a folder of that name
     return _Rules(each for each in lines if _is_pattern(each)) if lines else None
 
 
@@ -135,4 +135,5 @@ def _lines(path: Path) -> Iterable[str]:
         raise InputError(f"{path} cannot be read", str(error)) from error
     if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise InputError(f"{path} cannot be read", "It is UTF-16, of which git knows no pattern.", "Save it as UTF-8.")
-    return text.decode("utf-8-sig", "surrogateescape").splitlines()  # as names of files are decoded: git compares bytes
+    lines = text.decode("utf-8-sig", "surrogateescape")  # as names of files are decoded: git compares bytes
+    return [line.removesuffix("\r") for line in lines.split("\n")]  # where git ends a line, and nowhere else

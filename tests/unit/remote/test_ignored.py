@@ -147,6 +147,18 @@ def test_one_that_is_not_utf_8_is_read_as_git_reads_it(folder, name):
     assert sent(folder) == ALL - {"data/a", "data/b"}
 
 
+def test_a_folder_of_that_name_holds_no_rules(folder):
+    write(folder, **{".gitignore/x": "", "sub/.gitignore/x": ""})
+    assert sent(folder) == ALL | {".gitignore/x", "sub/.gitignore/x"}
+
+
+@pytest.mark.parametrize("sign", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_a_line_ends_where_git_ends_it(folder, sign):
+    """Words that were copied from a page hold all kinds of signs."""
+    write(folder, **{".gitignore": f"# weights go to{sign}data/\n*.log\r\n"})
+    assert sent(folder) == ALL - {"sub/x.log", "sub/deep/y.log"}
+
+
 def test_of_its_own_file_every_line_is_a_pattern(folder):
     write(folder, **{".mgpuignore": "!\n"})
     with pytest.raises(InputError, match="not a pattern"):
