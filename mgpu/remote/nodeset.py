@@ -86,10 +86,11 @@ class NodeSet:
         *,
         python: str | None = None,
         like: str = "",
+        apart: bool = False,
     ) -> list[SyncReport]:
         """`Node.sync` for all nodes; the folder is read once."""
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
-        return self.each(lambda node: node.sync(snapshot, dest, python=python, like=like))
+        return self.each(lambda node: node.sync(snapshot, dest, python=python, like=like, apart=apart))
 
     def close(self) -> None:
         """Ends all connections."""

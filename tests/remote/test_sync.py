@@ -113,8 +113,8 @@ def test_what_was_touched_on_the_node_is_mended(node, folder, dest):
     assert tree(dest) == tree(folder)
 
 
-def sync_next(node, folder) -> SyncReport:
-    return node.sync(folder, "runs/s/work", python=sys.executable, like="runs/*/work")
+def sync_next(node, folder, **options) -> SyncReport:
+    return node.sync(folder, "runs/s/work", python=sys.executable, like="runs/*/work", **options)
 
 
 def test_a_new_folder_is_sent_only_what_its_neighbour_has_not(node, folder, dest):
@@ -142,6 +142,18 @@ def test_what_one_run_writes_into_its_code_is_mended_for_each(node, folder, dest
     assert tree(dest) == tree(folder)
     assert sync_next(node, folder).sent == 1
     assert tree(there) == tree(folder)
+
+
+def test_a_file_that_one_of_two_runs_at_once_writes_into_is_its_own(node, folder, dest):
+    sync(node, folder)
+    assert sync_next(node, folder, apart=True).sent == 0
+    there = dest.parents[1] / "s/work"
+    assert tree(there) == tree(folder)
+    assert (there / "run.sh").stat().st_mode & stat.S_IXUSR
+    with (there / "train.py").open("a") as file:
+        file.write("of the second run")
+    assert tree(dest) == tree(folder)
+    assert sync_next(node, folder, apart=True).sent == 1
 
 
 def test_of_several_neighbours_the_newest_is_the_one(node, folder, dest):
