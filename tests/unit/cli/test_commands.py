@@ -253,7 +253,7 @@ def timed(running):
     folder = Folder("run-1")
     for rank, instance, log, times in (
         (0, "old", b"first\nhalf a", "6 1000.0\n12 1002.0\n"),
-        (0, "new", b" line\nlast\n", "6 1003.5\n11 1009.0\n"),
+        (0, "new", b"anew\nlast\n", "5 1003.5\n10 1009.0\n"),
         (1, "other", b"second\nthird\n", "not a mark\n7 1001.0\n13 1004.0\n99"),
     ):
         path = folder.log(rank, instance)
@@ -267,12 +267,12 @@ def timed(running):
 
 
 def test_logs_of_all_nodes_are_in_the_order_of_their_times(mgpu, timed):
-    lines = ["[0] first", "[1] second", "[0] half a line", "[1] third", "[0] last"]
+    lines = ["[0] first", "[1] second", "[0] half a", "[0] anew", "[1] third", "[0] last"]
     assert mgpu("logs").out.splitlines() == lines
-    at = ["00:16:40", "00:16:41", "00:16:43", "00:16:44", "00:16:49"]
+    at = ["00:16:40", "00:16:41", "00:16:43", "00:16:43", "00:16:44", "00:16:49"]
     dated = [f"1970-01-01 {moment} {line}" for moment, line in zip(at, lines, strict=True)]
     assert mgpu("logs", "-t").out.splitlines() == dated
-    assert mgpu("logs", "-t", "--node", "1").out.splitlines() == [dated[1], dated[3]]
+    assert mgpu("logs", "-t", "--node", "1").out.splitlines() == [dated[1], dated[4]]
 
 
 def test_what_no_time_is_known_of_is_as_old_as_its_copy(mgpu, timed):
@@ -288,7 +288,7 @@ def test_logs_as_json_are_an_object_a_line(mgpu, timed):
         {"at": 1000.0, "node_rank": 0, "text": "first"},
         {"at": 1001.0, "node_rank": 1, "text": "second"},
     ]
-    assert len(lines) == 5
+    assert len(lines) == 6
 
 
 def test_no_log_is_said_and_is_no_error(mgpu, running):
