@@ -200,8 +200,9 @@ def prune() -> int:
     that one's own file: it loses nothing."""
     freed = 0
     for one in _pool().glob("*/*"):
-        found = one.stat()
-        if found.st_nlink == 1:
-            one.unlink(missing_ok=True)
-            freed += found.st_size
+        with suppress(FileNotFoundError):  # another process was faster
+            found = one.stat()
+            if found.st_nlink == 1:
+                one.unlink()
+                freed += found.st_size
     return freed

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -213,6 +214,21 @@ def test_what_no_run_has_any_more_is_removed(run):
     shutil.rmtree(second)
     assert code_upload.prune() == 100
     assert another(run, "run-3").joinpath("train").read_text() == "x" * 5000
+
+
+def test_what_another_process_removes_meanwhile_is_not_counted(run, monkeypatch):
+    """Two commands that remove runs, or one that puts contents there in place."""
+    run.write(train="x")
+    shutil.rmtree(run.send())
+    found = Path.glob
+
+    def removed(folder, pattern):
+        for each in found(folder, pattern):
+            each.unlink()
+            yield each
+
+    monkeypatch.setattr(Path, "glob", removed)
+    assert code_upload.prune() == 0
 
 
 def test_a_copy_that_fails_leaves_none_behind(run, monkeypatch):
