@@ -114,7 +114,8 @@ def _begun(argvs: Mapping[int, list[str]], *, through: bool) -> Iterator[tuple[i
             while log_in() >= LOG_IN:
                 time.sleep(LOOK_S)
             mark = Path(folder, str(rank))  # which ssh makes once it is logged in
-            told = ["-oPermitLocalCommand=yes", f"-oLocalCommand=: > {shlex.quote(str(mark))}"]
+            line = f": > {shlex.quote(str(mark))}".replace("%", "%%")  # ssh puts in what `%h` and the like stand for
+            told = ["-oPermitLocalCommand=yes", f"-oLocalCommand={line}"]
             begun[mark] = start([client, *told, *words], env={**os.environ, "SHELL": "/bin/sh"})  # for that line
             yield rank, begun[mark]
         while log_in():

@@ -531,9 +531,13 @@ def test_exec_comes_to_a_jump_host_by_no_more_at_once_than_sshd_takes(mgpu, runn
     client, log, go = tmp_path / "ssh", tmp_path / "log", tmp_path / "go"
     client.write_text(
         f"#!/bin/sh\necho come >> {log}\nwhile [ ! -e {go} ]; do sleep 0.01; done\necho logged in >> {log}\n"
-        'for word; do case "$word" in\n-oLocalCommand=*) "$SHELL" -c "${word#-oLocalCommand=}" || echo no shell;;\n'
+        'for word; do case "$word" in\n-oLocalCommand=*)\n'
+        '    case "$(echo "$word" | sed s/%%//g)" in *%*) echo unknown key >&2; exit 255;; esac\n'
+        '    "$SHELL" -c "$(echo "${word#-oLocalCommand=}" | sed s/%%/%/g)" || echo no shell;;\n'
         "esac; done\necho fine\n"
     )
+    (tmp_path / "50%off").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "50%off"))
     client.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _name: str(client))
     monkeypatch.setenv("SHELL", "/bin/false")  # a service's user
