@@ -149,7 +149,8 @@ class Node:
             CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`, the wait for others included.
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
-        program = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
+        # names are the same bytes there as here, whatever the node's locale
+        program = [python or self.target.python, "-I", "-X", "utf8", "-c", _RECEIVER.read_text("utf-8")]
         check_path(dest)
         until = time.monotonic() + self._timeouts.sync_s
         while True:

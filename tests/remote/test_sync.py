@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -344,6 +345,18 @@ def test_a_transfer_that_is_cut_changes_nothing(server, open_node, folder, dest)
     assert tree(dest) == before
     node.reconnect()
     sync(node, folder)
+    assert tree(dest) == tree(folder)
+
+
+def test_names_are_the_same_bytes_whatever_the_nodes_locale(node, folder, dest, tmp_path, require):
+    locale = tmp_path / "en_US.ISO-8859-1"
+    made = subprocess.run(["/bin/sh", "-c", f"localedef -i en_US -f ISO-8859-1 {locale}"], check=False)
+    require("a locale that is not UTF-8", made.returncode == 0, "localedef, or what it reads, is not installed")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nLOCPATH={tmp_path} LC_ALL={locale.name} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (folder / "größe.py").write_text("")
+    node.sync(folder, "runs/r/work", python=str(python))
     assert tree(dest) == tree(folder)
 
 
