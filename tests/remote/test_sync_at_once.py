@@ -115,10 +115,10 @@ def test_the_second_waits_for_the_first_and_sends_nothing(sshd, open_node, threa
     package, dest = agent_client.library()[0], tmp_path / "node/lib/mgpu_train"
     first, second, answers = open_node(sshd), open_node(sshd), []
     ready = second_meanwhile(threads, dest, lambda: sync(second, package, dest), answers)
-    files = len(scan(package).entries)
-    assert sync(first, held_up(scan(package), ready), dest).sent == files
+    files = len(package.entries)
+    assert sync(first, held_up(package, ready), dest).sent == files
     assert answers[0].result() == SyncReport(files, 0, 0, 0)
-    assert contents(dest).keys() == scan(package).entries.keys()
+    assert contents(dest).keys() == package.entries.keys()
     assert sync(second, package, dest).sent == 0
 
 
