@@ -21,6 +21,16 @@ from mgpu.errors import InputError
 
 IGNORE_FILE = ".mgpuignore"
 GIT_FILE = ".gitignore"
+# `[[:digit:]_]`: git knows these, pathspec takes them for the signs that they are written with
+_BRACKET, _CLASS = re.compile(r"(?<!\\)\[[!^]?\]?(?:\[:[a-z]+:\]|[^]])*\]"), re.compile(r"\[:([a-z]+):\]")
+_CLASSES = {
+    "alnum": "a-zA-Z0-9",
+    "alpha": "a-zA-Z",
+    "digit": "0-9",
+    "lower": "a-z",
+    "upper": "A-Z",
+    "xdigit": "0-9a-fA-F",
+}
 
 
 class Ignored:
@@ -99,6 +109,10 @@ class _Rules:
         return self._folders if path.endswith("/") else self._files
 
 
+def _ranges(bracket: re.Match[str]) -> str:
+    return "[" + _CLASS.sub(lambda found: _CLASSES.get(found[1], found[0]), bracket[0][1:])
+
+
 def _of_anything(line: str) -> str:
     """A pattern for folders alone, as one for all."""
     found = re.fullmatch(r"(.+)/ *", line)
@@ -136,4 +150,5 @@ def _lines(path: Path) -> Iterable[str]:
     if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise InputError(f"{path} cannot be read", "It is UTF-16, of which git knows no pattern.", "Save it as UTF-8.")
     lines = text.decode("utf-8-sig", "surrogateescape")  # as names of files are decoded: git compares bytes
-    return [line.removesuffix("\r") for line in lines.split("\n")]  # where git ends a line, and nowhere else
+    # `splitlines` ends lines at signs where git does not
+    return [_BRACKET.sub(_ranges, line.removesuffix("\r")) for line in lines.split("\n")]

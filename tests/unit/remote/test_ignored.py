@@ -70,6 +70,8 @@ def test_whose_word_is_the_last(folder, files, gone):
 def test_it_is_as_git_itself_says(folder):
     """Compared with git: a file that it would add is sent, and no other."""
     rules = "*.log\n!/sub/x.log\ndata/*\n!data/b\n\\#odd\n[ab].txt\n**/deep/z*\nname \nspace\\ \n"
+    rules += "run_[[:digit:]_]\n[![:alpha:].]*.csv\n[:digit:].md\n\\[[:digit:]]\n"
+    write(folder, **dict.fromkeys(("run_1", "run__", "run_a", "1.csv", "a.csv", "d.md", "1.md", "[1]", "[d]"), ""))
     write(
         folder,
         **{".gitignore": rules, "sub/.gitignore": "q\n", "#odd": "", "a.txt": "", "c.txt": "", "sub/deep/zz": ""},
