@@ -120,7 +120,7 @@ def _of_anything(line: str) -> str:
 
 
 def _git_rules(path: Path) -> _Rules | None:
-    lines = [] if path.is_dir() else _lines(path)  # git passes over a folder of that name
+    lines = _lines(path, IsADirectoryError)  # git passes over a folder of that name
     return _Rules(each for each in lines if _is_pattern(each)) if lines else None
 
 
@@ -140,10 +140,10 @@ def _own(path: Path) -> _Rules:
         raise InputError(f"{path}: not a pattern", str(error), "Patterns are as in .gitignore.") from error
 
 
-def _lines(path: Path) -> Iterable[str]:
+def _lines(path: Path, *none: type[OSError]) -> Iterable[str]:
     try:
         text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, *none):
         return []
     except OSError as error:
         raise InputError(f"{path} cannot be read", str(error)) from error

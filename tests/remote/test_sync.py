@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -231,15 +232,28 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path, target):
     assert "fine" not in refused.value.why
 
 
-def test_all_files_that_cannot_be_sent_are_named_at_once(folder):
+def test_all_files_that_cannot_be_sent_are_named_at_once(folder, monkeypatch):
     (folder / "one").symlink_to("/etc")
     (folder / "two\nlines").write_text("")
     with (folder / os.fsdecode(b"not-utf8-\xff")).open("w"):
         pass
+    (folder / "of root").mkdir()
+    listed = os.scandir
+
+    def scandir(path):
+        if path == folder / "of root":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr("mgpu.remote.snapshot.os.scandir", scandir)
     with pytest.raises(InputError) as refused:
         scan(folder)
-    assert "3 of its files" in refused.value.what
+    assert "4 of its files" in refused.value.what
     assert "\\n" in refused.value.why
+    assert "of root/ cannot be read: Permission denied" in refused.value.why
+    assert ".mgpuignore" in refused.value.next_step
+    (folder / ".mgpuignore").write_text("one\ntwo*\nnot-*\nof root/\n")
+    assert "train.py" in scan(folder).entries
 
 
 def test_what_vanishes_while_the_folder_is_read_is_not_sent(folder, monkeypatch):
