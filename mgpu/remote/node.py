@@ -20,7 +20,7 @@ from mgpu.remote.library import paramiko
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import Result, SyncReport, Target, check_path
 
-_RECEIVER = Path(receiver.__file__)
+_RECEIVER = Path(receiver.__file__).read_text("utf-8")  # now: an upgrade of mgpu may put another one there
 _MANIFEST_LIMIT = 256 << 20
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 _CURES = {
@@ -150,7 +150,7 @@ class Node:
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
         # names are the same bytes there as here, whatever the node's locale
-        program = [python or self.target.python, "-I", "-X", "utf8", "-c", _RECEIVER.read_text("utf-8")]
+        program = [python or self.target.python, "-I", "-X", "utf8", "-c", _RECEIVER]
         check_path(dest)
         until = time.monotonic() + self._timeouts.sync_s
         while True:
