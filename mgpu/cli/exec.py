@@ -10,12 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
 import click
+from mgpu_train.agent.machine import procs
 
 from mgpu.cli import complete
 from mgpu.cli.common import parameters, wiring
@@ -79,6 +81,8 @@ def _at_once(argvs: Mapping[int, list[str]], *, through: bool) -> dict[int, tupl
         except OSError as error:  # nobody reads it any more, or a full disk
             ended.put(error)
 
+    with suppress(OSError, ValueError):  # a system that allows fewer than it says
+        procs.open_many_files()  # each client is two, and shells give 256 here and there
     try:
         for rank, each in _begun(argvs, through=through):
             begun[rank] = each

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -556,6 +558,21 @@ def test_exec_comes_to_a_jump_host_by_no_more_at_once_than_sshd_takes(mgpu, runn
     door.join()
     assert (done.code, sorted(done.out.splitlines())) == (0, sorted(f"[{rank}] fine" for rank in range(24)))
     assert max(accumulate(1 if line == "come" else -1 for line in log.read_text().splitlines())) <= 10
+
+
+def test_exec_on_many_nodes_from_a_shell_that_lets_programs_open_few_files(mgpu, running, monkeypatch, tmp_path):
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec cat\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(tmp_path / "ssh"))
+    first = running.fleet["nodes"][0]
+    running.fleet["nodes"] = [{**first, "rank": rank, "id": f"i-{rank}"} for rank in range(24)]
+    record.save(running)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20 + len([*Path("/dev/fd").iterdir()]), hard))
+    try:
+        assert mgpu("exec", "--", "hostname").code == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(params=["/bin/sh", " ".join(strange_shell.PROGRAM)], ids=["sh", "strange"])
