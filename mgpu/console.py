@@ -56,17 +56,21 @@ class LogLines:
 
     def __init__(self, node_rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._prefix = f"[{node_rank}] "
-        self._rest = b""
+        self._rest, self._end = b"", 0
         self._clock, self._bar_at, self._bar = clock, clock(), b""
 
-    def feed(self, data: bytes) -> list[str]:
-        """The whole lines in what has arrived; one that is too long is shown in pieces."""
+    def feed(self, data: bytes, offset: int | None = None) -> list[str]:
+        """The whole lines in what has arrived; one that is too long is shown in pieces. `offset`: of `data` in the
+        log. What does not go on where the last ended is another machine's, which has got the node_rank: no line of
+        both."""
+        cut = self.flush() if offset not in (None, self._end) else []
+        self._end = (offset or 0) + len(data)
         parts = (self._rest + data).split(b"\n")
         self._rest = parts.pop()
         if len(self._rest) > LONGEST_LINE:
             parts.append(self._rest)
             self._rest = b""
-        return [line for part in [*parts, *self._redrawn()] for line in self._show(part)]
+        return [*cut, *(line for part in [*parts, *self._redrawn()] for line in self._show(part))]
 
     def _redrawn(self) -> list[bytes]:
         """A bar that is redrawn by carriage returns has no line end for hours: now and then its state is a line."""
@@ -348,7 +352,7 @@ class Console:
     def _log(self, event: events.LogChunk) -> None:
         if not self.show_logs:
             return
-        lines = self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data)
+        lines = self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data, event.offset)
         if lines and self._has_room(ROOM_S, len(lines)):  # all at once: a program may print 200 MB
             self.say("\n".join(lines), whole=True)
 

@@ -10,12 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
 import click
+from mgpu_train.agent.machine import procs
 
 from mgpu import writer
 from mgpu.cli import complete
@@ -81,6 +83,8 @@ def _at_once(argvs: Mapping[int, list[str]], *, through: bool) -> dict[int, tupl
         except OSError as error:  # nobody reads it any more, or a full disk
             ended.put(error)
 
+    with suppress(OSError, ValueError):  # a system that allows fewer than it says
+        procs.open_many_files()  # each client is two, and shells give 256 here and there
     try:
         for rank, each in _begun(argvs, through=through):
             begun[rank] = each
@@ -116,7 +120,8 @@ def _begun(argvs: Mapping[int, list[str]], *, through: bool) -> Iterator[tuple[i
             while log_in() >= LOG_IN:
                 time.sleep(LOOK_S)
             mark = Path(folder, str(rank))  # which ssh makes once it is logged in
-            told = ["-oPermitLocalCommand=yes", f"-oLocalCommand=: > {shlex.quote(str(mark))}"]
+            line = f": > {shlex.quote(str(mark))}".replace("%", "%%")  # ssh puts in what `%h` and the like stand for
+            told = ["-oPermitLocalCommand=yes", f"-oLocalCommand={line}"]
             begun[mark] = start([client, *told, *words], env={**os.environ, "SHELL": "/bin/sh"})  # for that line
             yield rank, begun[mark]
         while log_in():

@@ -98,12 +98,12 @@ class _Reader:
 
     def bytes(self) -> Iterator[bytes]:
         """What is new."""
-        return (data for _, data in self._log.new())
+        return (data for _, _, data in self._log.new())
 
     def lines(self, *, last: bool) -> Iterator[_Line]:
         """What is new; `last`: with a last line that has no line end."""
-        for at, data in self._log.new():
+        for at, offset, data in self._log.new():
             self._at = max(self._at, at)  # clocks are set back, and a machine that is replaced had another
-            yield from (_Line(self._at, self._rank, text) for text in self._lines.feed(data))
+            yield from (_Line(self._at, self._rank, text) for text in self._lines.feed(data, offset))
         if last:
             yield from (_Line(self._at, self._rank, text) for text in self._lines.flush())

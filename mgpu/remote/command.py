@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import shlex
 import threading
 from collections import deque
@@ -117,6 +116,17 @@ class Tail:
         return b"".join(self._pieces)
 
 
+class _News(threading.Event):
+    """Set by what comes on either stream, and by their end."""
+
+    def clear(self) -> None:
+        """Called for a stream that is empty: the other one may not be."""
+
+    def heard(self) -> None:
+        """From here on what has not come yet is news."""
+        super().clear()
+
+
 class _Exchange:
     """Moves three streams at once in one thread: neither side ever waits for the other with its hands full."""
 
@@ -129,10 +139,12 @@ class _Exchange:
 
     def pump(self) -> None:
         """Returns when the command has ended, or the channel was closed."""
-        channel = self._channel
-        readable = select.poll()
-        readable.register(channel.fileno(), select.POLLIN)
+        channel, news = self._channel, _News()
+        # not `channel.fileno()`: who closes the channel closes that, and the number may be another's by the next look
+        for buffer in (channel.in_buffer, channel.in_stderr_buffer):
+            buffer.set_event(news)
         while True:
+            news.heard()
             # looked at before the drain: whatever came before the end is in the buffers by now
             finished = channel.closed or channel.exit_status_ready()
             ended = channel.closed or channel.eof_received
@@ -142,10 +154,10 @@ class _Exchange:
             moved |= self._feeding and self._feed()
             if moved:
                 continue
-            if ended:  # output is over, input is not: its descriptor stays readable and would not wait
+            if ended:  # output is over, input is not: nothing more comes
                 channel.status_event.wait(_FULL_S)
             else:
-                readable.poll(_FULL_S * 1000 if self._feeding else None)
+                news.wait(_FULL_S if self._feeding else None)
 
     def result(self) -> Result:
         """What came; the status must be there."""

@@ -24,6 +24,10 @@ _REASONS = {
     "": "The node refused.",
     "Failure": "SFTP says no more than `Failure`, of a full disk, too (`df -h`), or of a folder where a file is to be.",
 }
+_NO_SFTP = (
+    "Its sshd_config needs a line `Subsystem sftp internal-sftp`. With another one than that what a login shell says "
+    "gets in between."
+)
 BATCH = 64 * PIECE  # bytes asked for at once: as much as the channel's window lets through
 
 
@@ -125,10 +129,17 @@ class Files:
     def _open(self, doing: str) -> paramiko.SFTPClient:
         seconds = self._timeouts.command_s
         channel = self._connection.open_session(seconds)
-        with deadline(self._connection, channel, seconds, doing):
-            channel.invoke_subsystem("sftp")
-            self._client = paramiko.SFTPClient(channel)
-            return self._client
+        try:
+            with deadline(self._connection, channel, seconds, doing):
+                channel.invoke_subsystem("sftp")
+                self._client = paramiko.SFTPClient(channel)
+                return self._client
+        except FOREIGN as error:
+            channel.close()
+            if not self._connection.answers():
+                raise
+            why = f"Its SSH server starts no SFTP session: {error or 'it has ended'}"
+            raise RemoteError(f"{self._name}: {doing}", why, _NO_SFTP) from error
 
 
 class _Answers:

@@ -21,6 +21,16 @@ from mgpu.errors import InputError
 
 IGNORE_FILE = ".mgpuignore"
 GIT_FILE = ".gitignore"
+# `[[:digit:]_]`: git knows these, pathspec takes them for the signs that they are written with
+_BRACKET, _CLASS = re.compile(r"(?<!\\)\[[!^]?\]?(?:\[:[a-z]+:\]|[^]])*\]"), re.compile(r"\[:([a-z]+):\]")
+_CLASSES = {
+    "alnum": "a-zA-Z0-9",
+    "alpha": "a-zA-Z",
+    "digit": "0-9",
+    "lower": "a-z",
+    "upper": "A-Z",
+    "xdigit": "0-9a-fA-F",
+}
 
 
 class Ignored:
@@ -99,6 +109,10 @@ class _Rules:
         return self._folders if path.endswith("/") else self._files
 
 
+def _ranges(bracket: re.Match[str]) -> str:
+    return "[" + _CLASS.sub(lambda found: _CLASSES.get(found[1], found[0]), bracket[0][1:])
+
+
 def _of_anything(line: str) -> str:
     """A pattern for folders alone, as one for all."""
     found = re.fullmatch(r"(.+)/ *", line)
@@ -106,7 +120,7 @@ def _of_anything(line: str) -> str:
 
 
 def _git_rules(path: Path) -> _Rules | None:
-    lines = _lines(path)
+    lines = _lines(path, IsADirectoryError)  # git passes over a folder of that name
     return _Rules(each for each in lines if _is_pattern(each)) if lines else None
 
 
@@ -126,13 +140,15 @@ def _own(path: Path) -> _Rules:
         raise InputError(f"{path}: not a pattern", str(error), "Patterns are as in .gitignore.") from error
 
 
-def _lines(path: Path) -> Iterable[str]:
+def _lines(path: Path, *none: type[OSError]) -> Iterable[str]:
     try:
         text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, *none):
         return []
     except OSError as error:
         raise InputError(f"{path} cannot be read", str(error)) from error
     if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise InputError(f"{path} cannot be read", "It is UTF-16, of which git knows no pattern.", "Save it as UTF-8.")
-    return text.decode("utf-8-sig", "surrogateescape").splitlines()  # as names of files are decoded: git compares bytes
+    lines = text.decode("utf-8-sig", "surrogateescape")  # as names of files are decoded: git compares bytes
+    # `splitlines` ends lines at signs where git does not
+    return [_BRACKET.sub(_ranges, line.removesuffix("\r")) for line in lines.split("\n")]

@@ -20,7 +20,7 @@ from mgpu.remote.library import paramiko
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import Result, SyncReport, Target, check_path
 
-_RECEIVER = Path(receiver.__file__)
+_RECEIVER = Path(receiver.__file__).read_text("utf-8")  # now: an upgrade of mgpu may put another one there
 _MANIFEST_LIMIT = 256 << 20
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 _CURES = {
@@ -133,6 +133,7 @@ class Node:
         *,
         python: str | None = None,
         like: str = "",
+        apart: bool = False,
     ) -> SyncReport:
         """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
 
@@ -140,27 +141,31 @@ class Node:
         under way is waited for; one of which the node hears nothing for `silence_s` is ended there. Links inside the
         folder stay links. What of a Path is left out: see `scan`. `python` is the node's (default: the target's).
         `like`: a pattern of folders below the home; a `dest` that is new begins with a copy of what is untouched in the
-        one of them that was synced last.
+        one of them that was synced last. The two may share files on the disk, unless they are to be `apart`, because
+        programs run in both at once.
 
         Raises:
             InputError: files that cannot be sent, links that leave the folder.
             CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`, the wait for others included.
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
-        program = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
+        # names are the same bytes there as here, whatever the node's locale
+        program = [python or self.target.python, "-I", "-X", "utf8", "-c", _RECEIVER]
         check_path(dest)
         until = time.monotonic() + self._timeouts.sync_s
         while True:
             try:
-                return self._send(snapshot, program, dest, like, until)
+                return self._send(snapshot, program, dest, ("have-apart" if apart else "have", dest, like), until)
             except CommandFailed as error:
                 # another transfer was done in between: what is there now is asked anew
                 if error.status != receiver.CHANGED or time.monotonic() > until:
                     raise
 
-    def _send(self, snapshot: Snapshot, program: list[str], dest: str, like: str, until: float) -> SyncReport:
+    def _send(
+        self, snapshot: Snapshot, program: list[str], dest: str, question: Sequence[str], until: float
+    ) -> SyncReport:
         """Asks what is there and sends what differs, once."""
-        found = self._found(program, dest, like, until)
+        found = self._found([*program, *question], dest, until)
         wanted = snapshot.entries
         changed = [path for path, entry in wanted.items() if found.get(path) != entry.identity]
         if not changed and found.keys() == wanted.keys():
@@ -170,9 +175,9 @@ class Node:
         sent = sum(wanted[path].size for path in changed)
         return SyncReport(len(wanted), len(changed), int(answer.stdout), sent)
 
-    def _found(self, program: list[str], dest: str, like: str, until: float) -> dict[str, str]:
+    def _found(self, argv: list[str], dest: str, until: float) -> dict[str, str]:
         """What the node says of `dest`: identities by path. Only ever compared with our own paths."""
-        answer = self._receive([*program, "have", dest, like], dest, (), until)
+        answer = self._receive(argv, dest, (), until)
         try:
             found = json.loads(answer.stdout)
         except ValueError as error:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from mgpu_train.agent.machine import procs
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import ConnectionFailed, MgpuError
@@ -42,6 +43,7 @@ class NodeSet:
             ConnectionFailed: no answer in time; `ranks` says of whom.
         """
         attempts = _Attempts(load_key(key_file), timeouts)
+        _make_room()
         try:
             return cls(_each(attempts.connect, targets))
         except BaseException as error:
@@ -59,6 +61,7 @@ class NodeSet:
             HostKeyMismatch: a node shows another key than the pinned one.
         """
         key = load_key(key_file)
+        _make_room()
         made = cls(Node(target, key, timeouts, connect=False) for target in targets)
 
         def reach(node: Node) -> None:
@@ -86,10 +89,11 @@ class NodeSet:
         *,
         python: str | None = None,
         like: str = "",
+        apart: bool = False,
     ) -> list[SyncReport]:
         """`Node.sync` for all nodes; the folder is read once."""
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
-        return self.each(lambda node: node.sync(snapshot, dest, python=python, like=like))
+        return self.each(lambda node: node.sync(snapshot, dest, python=python, like=like, apart=apart))
 
     def close(self) -> None:
         """Ends all connections."""
@@ -138,6 +142,12 @@ class _Attempts:
         self._over.set()
         for node in self._open:
             node.close()
+
+
+def _make_room() -> None:
+    """Each connection is a file of this process, or two: a node for which there is none left would seem lost."""
+    with contextlib.suppress(OSError, ValueError):  # a system that allows fewer than it says
+        procs.open_many_files()
 
 
 def _each(fn: Callable[[S], T], items: Sequence[S]) -> list[T]:

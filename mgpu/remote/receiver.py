@@ -1,11 +1,12 @@
-"""The node's half of sync. This file's source is sent and run there: `python3 -I -c <source> have|take <folder> ...`.
+"""The node's half of sync. This file's source is sent and run there: `python3 -I -c <source> <verb> <folder> ...`.
 
 Standard library only, Python 3.8 or newer; it knows nothing of the operator. `have` prints what of the folder is as
-sync left it; given a pattern of other folders, too, a new one first takes over what is untouched in the newest of them.
-`take` reads a header and file contents from standard input, writes them aside, checks them, and only then puts them in
-place: a transfer that is cut anywhere before leaves the folder as it was, and silence for too long is a cut.
+sync left it; given a pattern of other folders, too, a new one first takes over what is untouched in the newest of them,
+by `have-apart` as copies. `take` reads a header and file contents from standard input, writes them aside, checks them,
+and only then puts them in place: a transfer that is cut anywhere before leaves the folder as it was, and silence for
+too long is a cut.
 
-Several operators may come at once. Either verb holds the folder's lock, and waits for it `wait_s` seconds at most; a
+Several operators may come at once. Each verb holds the folder's lock, and waits for it `wait_s` seconds at most; a
 process that dies lets go of it. `take` does nothing unless it is sent exactly what is missing by now.
 
 An identity is `f:<sha256>` for a file, `x:<sha256>` for an executable one, `l:<target>` for a symbolic link. The
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterable, Iterator, List, Optional, Tuple  # noqa: UP035 - for Python 3.8
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Tuple  # noqa: UP035 - Python 3.8
 
 MANIFEST = ".mgpu-sync.json"
 ASIDE = ".mgpu-sync."
@@ -35,6 +36,7 @@ LOCK = ".mgpu-sync.lock"  # in it the process id of who holds it, or held it las
 REFUSED, BUSY, CHANGED = 3, 4, 5  # exit statuses; Python's own is 1
 _LOOK_S = 0.1  # between two tries of the lock
 
+Put = Callable[[Path, Path], object]  # makes a file here that is there
 Manifest = Dict[str, Tuple[str, Optional[str]]]  # noqa: UP006, UP045
 
 
@@ -93,10 +95,10 @@ def locked(wait_s: float) -> Iterator[None]:
         os.close(lock)
 
 
-def have(others: List[Path]) -> None:  # noqa: UP006
+def have(others: List[Path], put: Put) -> None:  # noqa: UP006
     """Prints the identities of what is as sync left it, as JSON; `others`: folders that may have the same."""
     if others and not Path(MANIFEST).exists():
-        adopt(max(others, key=synced_ns))
+        adopt(max(others, key=synced_ns), put)
     sys.stdout.write(json.dumps(untouched()))
 
 
@@ -114,11 +116,12 @@ def synced_ns(folder: Path) -> int:
         return -1
 
 
-def adopt(other: Path) -> None:
+def adopt(other: Path, put: Put) -> None:
     """Takes over what sync put into another folder and nobody has touched since.
 
-    By hard links, which cost a twentieth of files where those are slow to make: sync itself never writes into a file
-    that is there, and what a program writes into one shows by its mark in both folders, and is mended in both.
+    Hard links cost a twentieth of copies where files are slow to make: sync itself never writes into a file that is
+    there, and what a program writes into one shows by its mark in both folders, and is mended in both before the next
+    program runs in either. Where two run at once, it has to be copies.
     The other folder's lock is not asked for: what changes there meanwhile, or goes, is not taken over.
     """
     known = {path: entry for path, entry in load(other).items() if not os.path.lexists(path)}
@@ -127,7 +130,7 @@ def adopt(other: Path) -> None:
         save({path: (identity, None) for path, (identity, _) in known.items()}, aside)  # as in put_in_place
         save(
             {
-                path: (identity, linked(other / path, Path(path), identity, mark))
+                path: (identity, taken_over(other / path, Path(path), identity, mark, put))
                 for path, (identity, mark) in known.items()
             },
             aside,
@@ -136,7 +139,14 @@ def adopt(other: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def linked(there: Path, here: Path, identity: str, mark: Optional[str]) -> Optional[str]:  # noqa: UP045
+def copy(there: Path, here: Path) -> None:
+    """A file of its own."""
+    with there.open("rb") as source, here.open("xb") as out:
+        shutil.copyfileobj(source, out)
+    shutil.copymode(there, here)
+
+
+def taken_over(there: Path, here: Path, identity: str, mark: Optional[str], put: Put) -> Optional[str]:  # noqa: UP045
     """The mark of a file or link that was taken over; None: it was touched there, or cannot be had here."""
     if mark is None or mark != mark_of(there):
         return None
@@ -145,11 +155,10 @@ def linked(there: Path, here: Path, identity: str, mark: Optional[str]) -> Optio
         if identity.startswith("l:"):
             here.symlink_to(identity[2:])
         else:
-            os.link(there, here)
-            return mark if mark == mark_of(here) else None  # another one may have been put there in between
+            put(there, here)
     except (Refused, OSError):  # a file system without links; something in the way, which `take` names if it has to
         return None
-    return mark_of(here)
+    return mark_of(here) if mark == mark_of(there) else None  # it may have been touched or replaced in between
 
 
 def take(stream: BinaryIO) -> None:
@@ -282,17 +291,17 @@ def check(path: str) -> str:
 
 
 def main(verb: str, folder: str, more: str, wait_s: str) -> int:
-    """Returns the exit status. `more`: the pattern of `have`; of `take`, after how many seconds silence is a cut."""
+    """Returns the exit status. `more`: the pattern of others; of `take`, after how many seconds silence is a cut."""
     try:
-        like = more if verb == "have" else ""
+        like = "" if verb == "take" else more
         Path(folder).mkdir(parents=True, exist_ok=True)
         others = [each.parent.resolve() for each in Path().glob(f"{like}/{MANIFEST}")] if like else []
         os.chdir(folder)
         with locked(float(wait_s)):
-            if verb == "have":
-                have(others)
-            else:
+            if verb == "take":
                 take(io.BufferedReader(Incoming(float(more)), 1 << 16))
+            else:
+                have(others, copy if verb == "have-apart" else os.link)
     except (Refused, OSError) as error:
         sys.stderr.write(f"{folder}: {error}\n")
         return getattr(error, "status", REFUSED)

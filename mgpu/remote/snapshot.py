@@ -96,7 +96,7 @@ def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE, *, ignore_files
         raise InputError(f"no folder {folder}", "There is nothing to send to the nodes.")
     snapshot, problems = Snapshot(folder.resolve(), {}), list[str]()
     ignored = Ignored(snapshot.folder, [*exclude, RESERVED], files=ignore_files)
-    for path in _walk(snapshot, ignored):
+    for path in _walk(snapshot, ignored, problems):
         try:
             _add(snapshot, check_path(path))
         except (MgpuError, OSError) as error:
@@ -111,14 +111,15 @@ def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE, *, ignore_files
     return snapshot
 
 
-def _walk(snapshot: Snapshot, ignored: Ignored, below: str = "") -> Iterator[str]:
+def _walk(snapshot: Snapshot, ignored: Ignored, problems: list[str], below: str = "") -> Iterator[str]:
     root = snapshot.folder
     try:
         entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
     except FileNotFoundError:  # it has gone since it was seen
         return
     except OSError as error:
-        raise InputError(f"{root / below} cannot be read", str(error)) from error
+        problems.append(f"{below or '.'} cannot be read: {error.strerror}")
+        return
     ignored.enter(below)
     for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
@@ -128,7 +129,7 @@ def _walk(snapshot: Snapshot, ignored: Ignored, below: str = "") -> Iterator[str
             if why:
                 snapshot.left_out.append(path)
         elif is_folder:
-            yield from _walk(snapshot, ignored, path)
+            yield from _walk(snapshot, ignored, problems, path)
         elif entry.is_symlink() or entry.is_file(follow_symlinks=False):
             yield path
 

@@ -215,7 +215,8 @@ def _is_text(text: str) -> bool:
 
 def _check_endpoint(end: Jump | Target) -> None:
     HostKey.parse(end.host_key)
-    if not _ADDRESS.fullmatch(end.address):
+    labels = end.address.removesuffix(".").split(".")  # of 1 to 63 characters, else no resolver is asked
+    if not _ADDRESS.fullmatch(end.address) or not all(0 < len(label) < 64 for label in labels):
         raise InputError(f"not a host name or IP address: {end.address[:80]!r}")
     if not _USER.fullmatch(end.user):
         raise InputError(f"{end.address}: not a user name: {end.user[:80]!r}")

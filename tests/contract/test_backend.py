@@ -166,11 +166,6 @@ def test_a_lock_is_sure_for_two_thirds_of_its_time_from_when_its_newest_writing_
         assert shared.unsure_s("first-1") == 0
         now[0] += 41
         assert shared.unsure_s("first-1") == 1, "it was written some time after its writing began"
-        sure = list[float]()
-        monkeypatch.setattr(shared.files, "send", lambda _run: sure.append(shared.unsure_s("first-1")))
-        renewal.send_soon()
-        assert renewal._turn()
-        assert sure == [0], "before what takes long"
 
 
 def test_the_lock_of_a_process_that_died_on_this_machine_is_free(team: Team):
@@ -438,10 +433,10 @@ def test_logs_are_sent_at_once_when_something_has_happened(team: Team):
         with supervising("first-1"):
             log = Folder("first-1").root / "logs" / "node-0.0000.x.log"
             log.write_text("node 1 is gone\n")
-            shared.send_soon("first-1")
+            shared.files.send_soon("first-1")
             store = location.current().ours
             until(lambda: any("grown/logs" in found.key for found in store.list("runs/first-1/")), 60)
-        shared.send_soon("first-1")  # nobody has it any more: nothing happens
+        shared.files.send_soon("first-1")  # nobody has it any more: nothing happens
 
 
 def test_a_backend_has_one_secrets_provider(team: Team):

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from waiting import until
@@ -133,6 +134,19 @@ def test_a_deadline_on_a_connection_that_is_dead_says_nothing_of_its_own(node, m
         assert waits.wait(20)
     until(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()), 20)
     assert said == []
+
+
+def test_a_command_holds_no_descriptor_of_its_own(node):
+    """A deadline's thread would close it under whom it wakes, who would then wait for whatever has the number next."""
+    ours, meanwhile = Path("/dev/fd"), list[int]()
+    before = len([*ours.iterdir()])
+
+    def look():
+        meanwhile.append(len([*ours.iterdir()]))
+        yield b"x"
+
+    assert node.run(["cat"], stdin=look(), timeout=20).stdout == b"x"
+    assert meanwhile == [before]
 
 
 def test_commands_of_several_threads_at_once(node):

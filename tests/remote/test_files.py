@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import paramiko
 import pytest
 from mgpu_train.timeouts import Timeouts
 from waiting import until
@@ -203,6 +204,22 @@ def test_a_server_that_stops_answering_costs_the_deadline(server, open_node):
         return False
 
     until(answers)
+
+
+@pytest.mark.parametrize(
+    "line", ["exit 127", "echo Welcome to this cluster"], ids=["no program", "a login shell that greets"]
+)
+def test_a_server_without_sftp_is_no_lost_connection(node, monkeypatch, line):
+    """It would be connected to again, and its machine replaced, for ever."""
+    with monkeypatch.context() as patch:
+        patch.setattr(paramiko.Channel, "invoke_subsystem", lambda channel, _sftp: channel.exec_command(line))
+        with pytest.raises(RemoteError, match="could not read x") as refused:
+            node.read("x")
+        assert not isinstance(refused.value, ConnectionFailed)
+        assert "starts no SFTP session: " in refused.value.why
+        assert "Subsystem sftp" in refused.value.next_step
+    node.write("x", b"1")
+    assert node.read("x") == b"1"
 
 
 def test_calls_of_several_threads_do_not_mix(node):

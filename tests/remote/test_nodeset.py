@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
 import time
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +104,20 @@ def test_a_jump_host_is_not_logged_in_to_by_more_at_once_than_sshd_takes(server,
     at_once = [*accumulate(coming.get(line, 0) for line in jump.seen)]
     assert max(at_once) <= 10
     assert at_once[-1] == 0
+
+
+@pytest.mark.parametrize("connect", [NodeSet.connect, NodeSet.reach])
+def test_no_node_is_lost_because_a_shell_lets_programs_open_few_files(server, keys, timeouts, connect):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(path.name) for path in Path("/dev/fd").iterdir()}
+    few = [number for number in range(len(taken) + 5) if number not in taken][4]
+    targets = [server.target(rank) for rank in range(6)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with connect(targets, keys.file, timeouts.model_copy(update={"connect_s": 1})) as nodes:
+            assert not any(node.closed for node in nodes.nodes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_reach_refuses_another_key(server, new_server, keys, timeouts):

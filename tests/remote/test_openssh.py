@@ -10,6 +10,7 @@ import threading
 import pytest
 from fakes import strange_shell
 from mgpu_train.timeouts import Timeouts
+from paramiko import Channel
 from paramiko.packet import Packetizer
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
@@ -52,6 +53,17 @@ def test_files_and_sync(at_sshd, tmp_path):
     with pytest.raises(RemoteError, match=r"node 0.*could not write") as refused:
         at_sshd.write(str(dest), b"where a folder is")
     assert "full disk" in refused.value.why, "that is all that is known"
+
+
+def test_a_server_without_sftp(at_sshd, monkeypatch):
+    ask = Channel.invoke_subsystem
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "invoke_subsystem", lambda channel, _sftp: ask(channel, "none"))
+        for _ in range(12):  # more than the sessions that a server allows: none is left behind
+            with pytest.raises(RemoteError, match="could not read") as refused:
+                at_sshd.read("x")
+            assert not isinstance(refused.value, ConnectionFailed)
+    assert not at_sshd.exists("/absent")
 
 
 @pytest.mark.parametrize("login_shell", [" ".join(strange_shell.PROGRAM)], ids=["strange"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -11,6 +12,7 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,6 +73,18 @@ def test_a_first_sync_sends_all_and_a_second_nothing(node, folder, dest, server)
     assert server.seen.count("command") == before + 1
 
 
+def test_an_upgrade_on_the_disk_changes_no_sync_of_a_supervisor_that_runs(node, folder, dest, monkeypatch):
+    """The next version's half of it may be asked otherwise."""
+    read = Path.read_text
+
+    def upgraded(path: Path, *args: object) -> str:
+        return "raise SystemExit('of another version')" if path.name == "receiver.py" else read(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", upgraded)
+    assert sync(node, folder).sent == 4
+    assert tree(dest) == tree(folder)
+
+
 def test_only_what_changed_is_sent(node, folder, dest):
     sync(node, folder)
     untouched = (dest / "pkg/__init__.py").stat().st_mtime_ns
@@ -113,8 +127,8 @@ def test_what_was_touched_on_the_node_is_mended(node, folder, dest):
     assert tree(dest) == tree(folder)
 
 
-def sync_next(node, folder) -> SyncReport:
-    return node.sync(folder, "runs/s/work", python=sys.executable, like="runs/*/work")
+def sync_next(node, folder, **options) -> SyncReport:
+    return node.sync(folder, "runs/s/work", python=sys.executable, like="runs/*/work", **options)
 
 
 def test_a_new_folder_is_sent_only_what_its_neighbour_has_not(node, folder, dest):
@@ -142,6 +156,18 @@ def test_what_one_run_writes_into_its_code_is_mended_for_each(node, folder, dest
     assert tree(dest) == tree(folder)
     assert sync_next(node, folder).sent == 1
     assert tree(there) == tree(folder)
+
+
+def test_a_file_that_one_of_two_runs_at_once_writes_into_is_its_own(node, folder, dest):
+    sync(node, folder)
+    assert sync_next(node, folder, apart=True).sent == 0
+    there = dest.parents[1] / "s/work"
+    assert tree(there) == tree(folder)
+    assert (there / "run.sh").stat().st_mode & stat.S_IXUSR
+    with (there / "train.py").open("a") as file:
+        file.write("of the second run")
+    assert tree(dest) == tree(folder)
+    assert sync_next(node, folder, apart=True).sent == 1
 
 
 def test_of_several_neighbours_the_newest_is_the_one(node, folder, dest):
@@ -218,15 +244,28 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path, target):
     assert "fine" not in refused.value.why
 
 
-def test_all_files_that_cannot_be_sent_are_named_at_once(folder):
+def test_all_files_that_cannot_be_sent_are_named_at_once(folder, monkeypatch):
     (folder / "one").symlink_to("/etc")
     (folder / "two\nlines").write_text("")
     with (folder / os.fsdecode(b"not-utf8-\xff")).open("w"):
         pass
+    (folder / "of root").mkdir()
+    listed = os.scandir
+
+    def scandir(path):
+        if path == folder / "of root":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr("mgpu.remote.snapshot.os.scandir", scandir)
     with pytest.raises(InputError) as refused:
         scan(folder)
-    assert "3 of its files" in refused.value.what
+    assert "4 of its files" in refused.value.what
     assert "\\n" in refused.value.why
+    assert "of root/ cannot be read: Permission denied" in refused.value.why
+    assert ".mgpuignore" in refused.value.next_step
+    (folder / ".mgpuignore").write_text("one\ntwo*\nnot-*\nof root/\n")
+    assert "train.py" in scan(folder).entries
 
 
 def test_what_vanishes_while_the_folder_is_read_is_not_sent(folder, monkeypatch):
@@ -332,6 +371,18 @@ def test_a_transfer_that_is_cut_changes_nothing(server, open_node, folder, dest)
     assert tree(dest) == before
     node.reconnect()
     sync(node, folder)
+    assert tree(dest) == tree(folder)
+
+
+def test_names_are_the_same_bytes_whatever_the_nodes_locale(node, folder, dest, tmp_path, require):
+    locale = tmp_path / "en_US.ISO-8859-1"
+    made = subprocess.run(["/bin/sh", "-c", f"localedef -i en_US -f ISO-8859-1 {locale}"], check=False)
+    require("a locale that is not UTF-8", made.returncode == 0, "localedef, or what it reads, is not installed")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nLOCPATH={tmp_path} LC_ALL={locale.name} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (folder / "größe.py").write_text("")
+    node.sync(folder, "runs/r/work", python=str(python))
     assert tree(dest) == tree(folder)
 
 

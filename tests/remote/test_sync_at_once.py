@@ -115,10 +115,10 @@ def test_the_second_waits_for_the_first_and_sends_nothing(sshd, open_node, threa
     package, dest = agent_client.library()[0], tmp_path / "node/lib/mgpu_train"
     first, second, answers = open_node(sshd), open_node(sshd), []
     ready = second_meanwhile(threads, dest, lambda: sync(second, package, dest), answers)
-    files = len(scan(package).entries)
-    assert sync(first, held_up(scan(package), ready), dest).sent == files
+    files = len(package.entries)
+    assert sync(first, held_up(package, ready), dest).sent == files
     assert answers[0].result() == SyncReport(files, 0, 0, 0)
-    assert contents(dest).keys() == scan(package).entries.keys()
+    assert contents(dest).keys() == package.entries.keys()
     assert sync(second, package, dest).sent == 0
 
 
@@ -240,28 +240,24 @@ def neighbour(tmp_path, monkeypatch, capsys) -> Path:
     return other
 
 
-def test_a_file_that_is_replaced_while_it_is_linked_is_not_taken_for_the_old_one(neighbour, monkeypatch, capsys):
-    link = os.link
-
+@pytest.mark.parametrize("put", [os.link, receiver.copy])
+def test_a_file_that_is_replaced_while_it_is_taken_over_is_not_taken_for_the_old_one(neighbour, capsys, put):
     def replaced(there, here):
         (neighbour / "fresh").write_text("second")
         (neighbour / "fresh").replace(neighbour / "a")
-        link(there, here)
+        put(there, here)
 
-    monkeypatch.setattr(receiver.os, "link", replaced)
-    receiver.have([neighbour])
+    receiver.have([neighbour], replaced)
     assert capsys.readouterr().out == "{}"
 
 
-def test_a_file_that_is_removed_while_it_is_linked_is_sent(neighbour, monkeypatch, capsys):
-    link = os.link
-
+@pytest.mark.parametrize("put", [os.link, receiver.copy])
+def test_a_file_that_is_removed_while_it_is_taken_over_is_sent(neighbour, capsys, put):
     def removed(there, here):
         there.unlink()
-        link(there, here)
+        put(there, here)
 
-    monkeypatch.setattr(receiver.os, "link", removed)
-    receiver.have([neighbour])
+    receiver.have([neighbour], removed)
     assert capsys.readouterr().out == "{}"
     assert not Path("a").exists()
 
@@ -269,13 +265,13 @@ def test_a_file_that_is_removed_while_it_is_linked_is_sent(neighbour, monkeypatc
 @pytest.mark.parametrize("first", [True, False])
 def test_a_neighbour_that_is_removed_once_it_was_found_is_passed_over(neighbour, tmp_path, capsys, first):
     gone = tmp_path / "gone"
-    receiver.have([gone, neighbour] if first else [neighbour, gone])
+    receiver.have([gone, neighbour] if first else [neighbour, gone], os.link)
     assert capsys.readouterr().out == '{"a": "f:1"}'
     assert Path("a").samefile(neighbour / "a")
 
 
 def test_all_neighbours_are_gone(neighbour, tmp_path, capsys):
-    receiver.have([tmp_path / "gone"])
+    receiver.have([tmp_path / "gone"], os.link)
     assert capsys.readouterr().out == "{}"
 
 

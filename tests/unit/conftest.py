@@ -142,7 +142,9 @@ class Node:
             assert time.monotonic() < until, "nobody has ended it"
         dest.write_bytes(data)
 
-    def sync(self, _folder: object, dest: str, *, python: str | None = None, like: str = "") -> SyncReport:
+    def sync(
+        self, _folder: object, dest: str, *, python: str | None = None, like: str = "", apart: bool = False
+    ) -> SyncReport:
         self._fail("sync")
         self.world.calls.append(f"sync {dest.split('/')[0]}")
         return SyncReport(1, 1, 0, 1)

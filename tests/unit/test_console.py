@@ -40,6 +40,13 @@ def test_lines_are_the_same_however_the_bytes_arrive():
     assert lines.flush() == ["[3] rest"]
 
 
+def test_the_lines_of_a_machine_and_of_the_one_in_its_place_are_not_joined():
+    lines = LogLines(0)
+    assert lines.feed(b"one\nhal", 0) == ["[0] one"]
+    assert lines.feed(b"f\nstep 12", 7) == ["[0] half"]
+    assert lines.feed(b"starting\n", 0) == ["[0] step 12", "[0] starting"]
+
+
 def test_a_line_without_end_is_shown_in_pieces_with_bounded_memory():
     lines = LogLines(0)
     shown = [line for _ in range(50) for line in lines.feed(b"x" * 1000)]

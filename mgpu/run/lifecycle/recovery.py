@@ -17,7 +17,7 @@ from mgpu.errors import ConnectionFailed, NoOffer, QuotaExceeded, RateLimited, T
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.run.lifecycle.capacity_wait import SOLD_OUT, CapacityWait
-from mgpu.run.record import interruptions, shared
+from mgpu.run.record import files, interruptions
 from mgpu.run.record.record import Interruption, Record, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.supervisor import Ended
@@ -89,7 +89,7 @@ class Attempts:
         record = self.session.record
         self.interrupted(ended)
         self.session.to(State.REPAIRING)
-        shared.send_soon(record.run_id)  # what led to it, for whoever looks from elsewhere
+        files.send_soon(record.run_id)  # what led to it, for whoever looks from elsewhere
         return self.mended(ended.lost)
 
     def mended(self, lost: tuple[int, ...]) -> Ended:

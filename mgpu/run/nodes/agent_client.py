@@ -20,7 +20,7 @@ from mgpu.errors import CommandFailed, RemoteError
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.remote.snapshot import scan
+from mgpu.remote.snapshot import Snapshot, scan
 
 FACTS_S = 80.0  # a driver that no program uses wakes every GPU first
 
@@ -47,19 +47,18 @@ def used(node: Node, answer: dict[str, Any]) -> Used:
 
 
 @cache
-def library() -> tuple[Path, str]:
-    """The node side's own package on this machine, and the folder that it gets on a node: named by its content."""
-    package = Path(mgpu_train.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".txt")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return package, str(LIB / digest.hexdigest()[:16])
+def library() -> tuple[Snapshot, str]:
+    """The node side's own package, and the folder that it gets on a node: named by its content. As it was when this
+    process asked first: an upgrade of mgpu meanwhile changes what lies on the disk."""
+    package = scan(Path(mgpu_train.__file__).parent, ignore_files=False)
+    content = json.dumps({path: entry.identity for path, entry in package.entries.items()}, sort_keys=True)
+    return package, str(LIB / hashlib.sha256(content.encode()).hexdigest()[:16])
 
 
 def send_library(nodes: NodeSet) -> None:
     """Sends the node side's package to the nodes that do not have just this one."""
     package, home = library()
-    nodes.sync(scan(package, ignore_files=False), f"{home}/mgpu_train")
+    nodes.sync(package, f"{home}/mgpu_train")
 
 
 def send_job(node: Node, job: Job) -> None:

@@ -118,7 +118,9 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
                 code.replace(kept)
     # what was left out when it was kept is not there: nothing more is to be left out
     snapshot = scan(kept, (), ignore_files=False)
-    reports = nodes.sync(snapshot, str(RunLayout(request.run_id).work), like=str(RunLayout("*").work))
+    here, others = str(RunLayout(request.run_id).work), str(RunLayout("*").work)
+    shares = bool(session.record.slots)  # the machines with runs whose programs write while this one's does
+    reports = nodes.sync(snapshot, here, like=others, apart=shares)
     sent = [report.sent for report in reports]
     most, all_of_them = max(sent), count(len(sent), "node")
     words = (
@@ -198,8 +200,9 @@ def prune() -> int:
     that one's own file: it loses nothing."""
     freed = 0
     for one in _pool().glob("*/*"):
-        found = one.stat()
-        if found.st_nlink == 1:
-            one.unlink(missing_ok=True)
-            freed += found.st_size
+        with suppress(FileNotFoundError):  # another process was faster
+            found = one.stat()
+            if found.st_nlink == 1:
+                one.unlink()
+                freed += found.st_size
     return freed

@@ -17,8 +17,8 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ _GROWN = ("logs/*", "metrics/instances/*", "journal/*")
 # of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written
 _SENT = ".sent.json"
 _KEPT = ".kept.json"  # which submission's run file, code and program this machine has
+_SEND_EVERY_S = 180.0
+_soon: dict[str, threading.Event] = {}  # by run that is supervised here: its files are to be sent now
 _FOLLOW_EVERY_S = 5.0
 _followed: dict[str, float] = {}  # by run, when its files were brought last
 _LARGEST = 64 << 20  # bytes of a small file, and of what has grown at a time
@@ -155,6 +157,40 @@ def send(run_id: str, *, small: bool = False) -> None:
                     store.put(f"{_at(run_id)}grown/{name}/{sent.get(name, 0):015}", data)
                     sent[name] = sent.get(name, 0) + len(data)
                     replace(root / _SENT, json.dumps(sent).encode())
+
+
+@contextmanager
+def sending(run_id: str, lost: Callable[[], bool]) -> Iterator[None]:
+    """While the block runs, sends every few minutes what has grown, and the rest at its end; not when the run is `lost`
+    to another machine. In a thread of its own: it may take longer on its way than the run's lock lasts."""
+    soon, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        last = False
+        while not last:
+            soon.wait(_SEND_EVERY_S)
+            soon.clear()
+            last = over.is_set()
+            with suppress(OSError, StackError):  # the next turn may do better
+                if not lost():
+                    send(run_id)
+
+    thread = threading.Thread(target=work, name="mgpu-sender", daemon=True)
+    thread.start()
+    _soon[run_id] = soon
+    try:
+        yield
+    finally:
+        _soon.pop(run_id, None)
+        over.set()
+        soon.set()
+        thread.join()
+
+
+def send_soon(run_id: str) -> None:
+    """Has the files of a run that is supervised here sent now, not in some minutes; waits for nothing."""
+    if run_id in _soon:
+        _soon[run_id].set()
 
 
 def bring_grown(run_id: str) -> None:

@@ -29,9 +29,10 @@ class NodeLog:
         self._folder, self._rank = folder, node_rank
         self._files: dict[Path, _File] = {}
 
-    def new(self) -> Iterator[tuple[float, bytes]]:
-        """What has come since: bytes, and when they had been written, in UNIX seconds of the node's clock. What no time
-        is known of, which ended its node or came this second, is as old as its copy."""
+    def new(self) -> Iterator[tuple[float, int, bytes]]:
+        """What has come since: bytes, their offset in their instance's log, and first when they had been written, in
+        UNIX seconds of the node's clock. What no time is known of, which ended its node or came this second, is as old
+        as its copy."""
         for path in self._folder.logs(self._rank):
             yield from self._files.setdefault(path, _File(path)).new()
 
@@ -44,22 +45,22 @@ class _File:
         self._times_offset = 0
         self._marks: deque[tuple[int, float]] = deque()  # those beyond `_offset`
 
-    def new(self) -> Iterator[tuple[float, bytes]]:
+    def new(self) -> Iterator[tuple[float, int, bytes]]:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             while data := file.read(_BLOCK):
                 self._read_times()
                 yield from self._split(data)
 
-    def _split(self, data: bytes) -> Iterator[tuple[float, bytes]]:
+    def _split(self, data: bytes) -> Iterator[tuple[float, int, bytes]]:
         """`data` cut where the time is another."""
         while data:
             while self._marks and self._marks[0][0] <= self._offset:
                 self._marks.popleft()
             size, at = self._marks[0] if self._marks else (self._offset + len(data), self._path.stat().st_mtime)
             piece, data = data[: size - self._offset], data[size - self._offset :]
-            self._offset += len(piece)
-            yield at, piece
+            begin, self._offset = self._offset, self._offset + len(piece)
+            yield at, begin, piece
 
     def _read_times(self) -> None:
         path = times_of(self._path)

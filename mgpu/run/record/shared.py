@@ -357,7 +357,8 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         with suppress(StoreError):
             renewal.agree_on_stop()  # who only passes by does not stay until the first turn
         renewal.start()
-        yield True
+        with files.sending(run_id, lambda: renewal.lost):
+            yield True
     finally:
         _renewals.pop(run_id, None)
         renewal.end()
@@ -375,12 +376,6 @@ def unsure_s(run_id: str) -> float:
     return _renewals[run_id].unsure_s if run_id in _renewals else 0.0
 
 
-def send_soon(run_id: str) -> None:
-    """Has logs and metrics of a run that is supervised here sent now, not in some minutes; waits for nothing."""
-    if run_id in _renewals:
-        _renewals[run_id].send_soon()
-
-
 class LockRenewal:
     """While a run is supervised here: keeps its lock, and brings what other machines ask for."""
 
@@ -395,8 +390,8 @@ class LockRenewal:
     ) -> None:
         self._store, self._run_id, self._grip, self._clock = store, run_id, grip, clock
         self._lasts_s, self._every_s = lasts_s, lasts_s / 3
-        self._over, self._lost = threading.Event(), False
-        self._renewed = self._sent = taken_at
+        self._over, self.lost = threading.Event(), False
+        self._renewed = taken_at
         self._thread = threading.Thread(target=self._work, name="mgpu-lock-renewal", daemon=True)
 
     @property
@@ -414,10 +409,6 @@ class LockRenewal:
         """Begins."""
         self._thread.start()
 
-    def send_soon(self) -> None:
-        """The next turn sends what has grown."""
-        self._sent = float("-inf")
-
     def end(self) -> None:
         """Lets go of the run; a backend that does not answer lets go of it by itself, when the lock is old."""
         from mgpu_train.store import StoreError
@@ -425,10 +416,9 @@ class LockRenewal:
         self._over.set()
         if self._thread.ident:
             self._thread.join()
-        if not self._lost:
+        if not self.lost:
             with suppress(StoreError, StackError):
                 _send_stop_of(self._store, self._run_id)
-                files.send(self._run_id)
             with suppress(StoreError):
                 self._grip.release()
 
@@ -443,17 +433,14 @@ class LockRenewal:
     def _turn(self) -> bool:
         """False: another machine has the run."""
         began = self._clock()
-        if began - self._renewed >= self._every_s:  # first: what has grown may take long on its way
+        if began - self._renewed >= self._every_s:
             if (other := self._grip.renew()) is not None:
-                self._lost = True
+                self.lost = True
                 _note(self._run_id, other)
                 return False
             self._renewed = began
         self.look_for_stop()
         _send_stop_of(self._store, self._run_id)
-        if self._clock() - self._sent >= _SEND_EVERY_S:
-            self._sent = self._clock()
-            files.send(self._run_id)
         return True
 
     def agree_on_stop(self) -> None:
@@ -473,7 +460,6 @@ class LockRenewal:
             stop.touch()
 
 
-_SEND_EVERY_S = 180.0  # what has grown: logs, metrics, journals
 _LOOK_S = 5.0  # between two looks whether another machine has asked for the end
 
 

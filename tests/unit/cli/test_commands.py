@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -253,7 +255,7 @@ def timed(running):
     folder = Folder("run-1")
     for rank, instance, log, times in (
         (0, "old", b"first\nhalf a", "6 1000.0\n12 1002.0\n"),
-        (0, "new", b" line\nlast\n", "6 1003.5\n11 1009.0\n"),
+        (0, "new", b"anew\nlast\n", "5 1003.5\n10 1009.0\n"),
         (1, "other", b"second\nthird\n", "not a mark\n7 1001.0\n13 1004.0\n99"),
     ):
         path = folder.log(rank, instance)
@@ -267,12 +269,12 @@ def timed(running):
 
 
 def test_logs_of_all_nodes_are_in_the_order_of_their_times(mgpu, timed):
-    lines = ["[0] first", "[1] second", "[0] half a line", "[1] third", "[0] last"]
+    lines = ["[0] first", "[1] second", "[0] half a", "[0] anew", "[1] third", "[0] last"]
     assert mgpu("logs").out.splitlines() == lines
-    at = ["00:16:40", "00:16:41", "00:16:43", "00:16:44", "00:16:49"]
+    at = ["00:16:40", "00:16:41", "00:16:43", "00:16:43", "00:16:44", "00:16:49"]
     dated = [f"1970-01-01 {moment} {line}" for moment, line in zip(at, lines, strict=True)]
     assert mgpu("logs", "-t").out.splitlines() == dated
-    assert mgpu("logs", "-t", "--node", "1").out.splitlines() == [dated[1], dated[3]]
+    assert mgpu("logs", "-t", "--node", "1").out.splitlines() == [dated[1], dated[4]]
 
 
 def test_what_no_time_is_known_of_is_as_old_as_its_copy(mgpu, timed):
@@ -288,7 +290,7 @@ def test_logs_as_json_are_an_object_a_line(mgpu, timed):
         {"at": 1000.0, "node_rank": 0, "text": "first"},
         {"at": 1001.0, "node_rank": 1, "text": "second"},
     ]
-    assert len(lines) == 5
+    assert len(lines) == 6
 
 
 def test_no_log_is_said_and_is_no_error(mgpu, running):
@@ -531,9 +533,13 @@ def test_exec_comes_to_a_jump_host_by_no_more_at_once_than_sshd_takes(mgpu, runn
     client, log, go = tmp_path / "ssh", tmp_path / "log", tmp_path / "go"
     client.write_text(
         f"#!/bin/sh\necho come >> {log}\nwhile [ ! -e {go} ]; do sleep 0.01; done\necho logged in >> {log}\n"
-        'for word; do case "$word" in\n-oLocalCommand=*) "$SHELL" -c "${word#-oLocalCommand=}" || echo no shell;;\n'
+        'for word; do case "$word" in\n-oLocalCommand=*)\n'
+        '    case "$(echo "$word" | sed s/%%//g)" in *%*) echo unknown key >&2; exit 255;; esac\n'
+        '    "$SHELL" -c "$(echo "${word#-oLocalCommand=}" | sed s/%%/%/g)" || echo no shell;;\n'
         "esac; done\necho fine\n"
     )
+    (tmp_path / "50%off").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "50%off"))
     client.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _name: str(client))
     monkeypatch.setenv("SHELL", "/bin/false")  # a service's user
@@ -552,6 +558,21 @@ def test_exec_comes_to_a_jump_host_by_no_more_at_once_than_sshd_takes(mgpu, runn
     door.join()
     assert (done.code, sorted(done.out.splitlines())) == (0, sorted(f"[{rank}] fine" for rank in range(24)))
     assert max(accumulate(1 if line == "come" else -1 for line in log.read_text().splitlines())) <= 10
+
+
+def test_exec_on_many_nodes_from_a_shell_that_lets_programs_open_few_files(mgpu, running, monkeypatch, tmp_path):
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec cat\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(tmp_path / "ssh"))
+    first = running.fleet["nodes"][0]
+    running.fleet["nodes"] = [{**first, "rank": rank, "id": f"i-{rank}"} for rank in range(24)]
+    record.save(running)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20 + len([*Path("/dev/fd").iterdir()]), hard))
+    try:
+        assert mgpu("exec", "--", "hostname").code == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(params=["/bin/sh", " ".join(strange_shell.PROGRAM)], ids=["sh", "strange"])

@@ -70,6 +70,8 @@ def test_whose_word_is_the_last(folder, files, gone):
 def test_it_is_as_git_itself_says(folder):
     """Compared with git: a file that it would add is sent, and no other."""
     rules = "*.log\n!/sub/x.log\ndata/*\n!data/b\n\\#odd\n[ab].txt\n**/deep/z*\nname \nspace\\ \n"
+    rules += "run_[[:digit:]_]\n[![:alpha:].]*.csv\n[:digit:].md\n\\[[:digit:]]\n"
+    write(folder, **dict.fromkeys(("run_1", "run__", "run_a", "1.csv", "a.csv", "d.md", "1.md", "[1]", "[d]"), ""))
     write(
         folder,
         **{".gitignore": rules, "sub/.gitignore": "q\n", "#odd": "", "a.txt": "", "c.txt": "", "sub/deep/zz": ""},
@@ -145,6 +147,18 @@ def test_one_that_is_not_utf_8_is_read_as_git_reads_it(folder, name):
     (folder / name).write_bytes("# größe\ndata/\n*.lög\n".encode("latin-1"))
     (folder / os.fsdecode(b"x.l\xf6g")).touch()
     assert sent(folder) == ALL - {"data/a", "data/b"}
+
+
+def test_a_folder_of_that_name_holds_no_rules(folder):
+    write(folder, **{".gitignore/x": "", "sub/.gitignore/x": ""})
+    assert sent(folder) == ALL | {".gitignore/x", "sub/.gitignore/x"}
+
+
+@pytest.mark.parametrize("sign", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_a_line_ends_where_git_ends_it(folder, sign):
+    """Words that were copied from a page hold all kinds of signs."""
+    write(folder, **{".gitignore": f"# weights go to{sign}data/\n*.log\r\n"})
+    assert sent(folder) == ALL - {"sub/x.log", "sub/deep/y.log"}
 
 
 def test_of_its_own_file_every_line_is_a_pattern(folder):

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from mgpu.remote.snapshot import Snapshot
 from mgpu.run.job.request import resolve
 from mgpu.run.nodes import code_upload
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import load
+from mgpu.run.record.record import load, save
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 
@@ -41,7 +42,7 @@ class Run:
             self.folder,
             timeouts=world.timeouts,
         )
-        self.sent = []
+        self.sent, self.apart = [], []
         for node in world.nodes:
             node.sync = self._sync
 
@@ -56,8 +57,9 @@ class Run:
         code_upload.send(session, self.request, self.nodes)
         return session.folder.work
 
-    def _sync(self, snapshot, dest, **_):
+    def _sync(self, snapshot, dest, *, apart, **_):
         assert dest == str(RunLayout("run-1").work)
+        self.apart.append(apart)
         self.sent.append({path: snapshot.kept.get(path) for path in snapshot.entries})
         return type(self.world.nodes[0]).sync(self.world.nodes[0], snapshot, dest)
 
@@ -74,6 +76,17 @@ def test_what_is_edited_later_is_not_sent(run):
     (run.folder / "more").write_text("added")
     run.send()
     assert run.sent == [{"train": b"first"}] * 2
+
+
+@pytest.mark.parametrize("slots", [[], [1]])
+def test_no_file_is_shared_with_a_run_that_shares_the_machines(run, slots):
+    """What its program writes into one, the other's would read."""
+    run.write(train="x")
+    record = load("run-1")
+    record.slots = slots
+    save(record)
+    run.send()
+    assert run.apart == [bool(slots)] * 2
 
 
 def test_links_modes_and_what_is_ignored_stay_as_they_were(run):
@@ -201,6 +214,21 @@ def test_what_no_run_has_any_more_is_removed(run):
     shutil.rmtree(second)
     assert code_upload.prune() == 100
     assert another(run, "run-3").joinpath("train").read_text() == "x" * 5000
+
+
+def test_what_another_process_removes_meanwhile_is_not_counted(run, monkeypatch):
+    """Two commands that remove runs, or one that puts contents there in place."""
+    run.write(train="x")
+    shutil.rmtree(run.send())
+    found = Path.glob
+
+    def removed(folder, pattern):
+        for each in found(folder, pattern):
+            each.unlink()
+            yield each
+
+    monkeypatch.setattr(Path, "glob", removed)
+    assert code_upload.prune() == 0
 
 
 def test_a_copy_that_fails_leaves_none_behind(run, monkeypatch):

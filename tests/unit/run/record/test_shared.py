@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,8 +20,10 @@ from fakes.gateway import Team
 from mgpu_train.store import Ambiguous, Store, Unavailable, open_store
 from mgpu_train.store.file import FileStore
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 from mgpu.backend import location
+from mgpu.backend.lease import Lease
 from mgpu.backend.location import Backend
 from mgpu.cli import cli
 from mgpu.errors import InputError, StackError, TakenOver
@@ -168,6 +171,53 @@ def test_who_sees_from_elsewhere_that_a_run_is_over_sees_the_end_of_its_logs(tea
         with team.on("a"):
             pass
     assert done.stdout == "[0] its last words\n"
+
+
+@pytest.fixture
+def renewed(monkeypatch) -> threading.Event:
+    """Set by the next renewal of a lock; they are looked at all the time."""
+    done = threading.Event()
+    monkeypatch.setattr(shared, "_LOOK_S", 0.01)
+    monkeypatch.setattr(Lease, "renew", lambda _lease: done.set())
+    return done
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_lock_is_kept_however_long_what_has_grown_takes_on_its_way(team: Team, monkeypatch, renewed, ends: bool):
+    """A log of hours, over a slow line."""
+    kept = list[bool]()
+
+    def slow(_run: str) -> None:
+        renewed.clear()
+        kept.append(renewed.wait(60))
+
+    with team.on("a"):
+        with supervised():
+            shared._renewals[RUN]._every_s = 0
+            monkeypatch.setattr(shared.files, "send", slow)
+            if not ends:
+                shared.files.send_soon(RUN)
+                until(lambda: kept)
+        assert kept == [True] * (1 if ends else 2)
+
+
+def test_a_full_disk_of_this_machine_loses_no_run(team: Team, monkeypatch, renewed):
+    """What cannot be noted as sent is sent again later."""
+    tried = list[str]()
+
+    def full(run: str) -> None:
+        tried.append(run)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with team.on("a"), supervised():
+        shared._renewals[RUN]._every_s = 0
+        monkeypatch.setattr(shared.files, "send", full)
+        for _ in range(2):
+            tried.clear()
+            shared.files.send_soon(RUN)
+            until(lambda: tried)
+        renewed.clear()
+        assert renewed.wait(60)
 
 
 def save_unseen(mine: Record, monkeypatch) -> None:
