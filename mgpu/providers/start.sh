@@ -37,6 +37,7 @@ EOF
 
 install_unit() { # also for a boot that comes no further than the emergency shell
     units=/etc/systemd/system
+    [ -w "$units" ] || units=$systemd # for this boot, at least
     cat >"$units/mgpu-lease.new" <<EOF
 [Unit]
 Description=mgpu: ends this machine when its lease or its hard cap does
@@ -50,7 +51,7 @@ Restart=always
 RestartSec=1
 OOMScoreAdjust=-1000
 EOF
-    mv "$units/mgpu-lease.new" "$units/mgpu-lease.service"
+    mv "$units/mgpu-lease.new" "$units/mgpu-lease.service" || return
     for target in sysinit emergency; do
         mkdir -p "$units/$target.target.wants"
         ln -sf ../mgpu-lease.service "$units/$target.target.wants"
@@ -74,10 +75,9 @@ install_elsewhere() { # in each place that some system without systemd looks at:
 
 arm() {
     if [ -d "$systemd" ]; then
-        install_unit
-        if systemctl daemon-reload && systemctl restart --no-block mgpu-lease.service; then return; fi
+        if install_unit && systemctl daemon-reload && systemctl restart --no-block mgpu-lease.service; then return; fi
     else
-        install_elsewhere
+        install_elsewhere || : # this boot has them all the same
     fi
     # shellcheck disable=SC2086
     setsid $run_clocks </dev/null >/dev/null 2>&1 &

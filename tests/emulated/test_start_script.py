@@ -516,6 +516,24 @@ def test_with_systemd_the_clocks_are_a_unit_that_comes_back_and_sshd_waits_for_t
     assert "lease.pid" not in lines, "not a second time by hand"
 
 
+@pytest.mark.parametrize("system", ["systemd", ""])
+def test_where_etc_cannot_be_written_to_this_boot_has_its_clocks(boot: Boot, system: str):
+    out = boot(f"""
+        mkdir -p /run/{system or "nothing"}/system /etc/systemd/system
+        mount -t tmpfs -o ro none /etc/systemd/system
+        mount --bind /etc /etc && mount -o remount,ro,bind /etc
+        sh /tmp/user-data 2>/dev/null || true
+        [ "{system}" ] || clocks
+        cat /run/systemd/system/mgpu-lease.service /tmp/called || true
+    """)
+    lines = out.splitlines()
+    if system:
+        assert "systemctl restart --no-block mgpu-lease.service" in lines
+        assert any(line.startswith("ExecStart=/bin/sh /usr/local/lib/mgpu/clocks.sh run ") for line in lines)
+    else:
+        assert lines[0].isdecimal(), "by hand"
+
+
 def test_where_systemd_refuses_the_clocks_run_by_hand(boot: Boot):
     out = boot("""
         mkdir -p /run/systemd/system
