@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from mgpu.acquire.ending import destroy as destroy
+from mgpu.acquire.ending import destroy_all as destroy_all
 from mgpu.acquire.pauses import ANSWER_S as ANSWER_S
 from mgpu.acquire.pauses import Backoff as Backoff
 from mgpu.acquire.pauses import patiently as patiently

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mgpu_train.timeouts import Timeouts
 
@@ -58,6 +58,32 @@ def destroy(
             reason = str(why or f"asked for {limit_s:.0f} s, the provider does not say that they are gone")
             raise _incomplete(handle, ids, reason, billed=not told) from why
         sleep(pause)
+
+
+def destroy_all(
+    provider: Provider,
+    handles: Iterable[Handle],
+    *,
+    timeouts: Timeouts,
+    emit: Emit = ignore,
+    gone: Callable[[Handle], object] = lambda _: None,
+) -> None:
+    """Ends each of these fleets or parts of one, also beside one that the provider does not end; `gone` hears of each.
+
+    Raises:
+        TeardownIncomplete: some may still be billed; it says of each why.
+    """
+    failures = list[TeardownIncomplete]()
+    for handle in handles:
+        try:
+            destroy(provider, handle, timeouts=timeouts, emit=emit)
+            gone(handle)
+        except TeardownIncomplete as error:
+            failures.append(error)
+    if failures:
+        more = [text for each in failures[1:] for text in (each.what, each.why)]
+        why = "\n".join(filter(None, (failures[0].why, *more)))
+        raise TeardownIncomplete(failures[0].what, why, CURE) from failures[0]
 
 
 def _cost_nothing(provider: Provider, handle: Handle, ids: tuple[str, ...]) -> bool:

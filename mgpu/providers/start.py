@@ -1,7 +1,7 @@
 """What a machine of a plain cloud runs at its start: who may log in, two clocks that end it, and the host key it shows.
 
 For every cloud that runs a script of the user's as root on Linux, best by cloud-init (`user data`): before sshd
-listens, and at every boot. start.sh is the script; its settings come before it.
+listens. start.sh is the script, its settings come before it, and clocks.sh is what it leaves for every other boot.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ def start_script(
     request: FleetRequest, user: str, *, host_key: HostKey | None = None, end: str = "", more: str = ""
 ) -> str:
     """The script for each machine of this request, the same whenever it is asked for. It begins with cloud-init's mark
-    for a boothook, which `sh` takes for a comment. It has to run at every boot: a machine that has rebooted without it
-    has no clocks. What another boot has done it leaves as it is, but for the lease, which counts from each boot. The
-    hard cap is `ends_by`, or without one `hard_cap_s` from the first boot, by the machine's wall clock, and never more
-    than `hard_cap_s` from this boot. No user logs in by a password any more.
+    for a boothook, which `sh` takes for a comment. What another boot has done it leaves as it is, and one run is
+    enough: it installs what starts the clocks at each boot (a unit of systemd, or lines for cron, rc.local, local.d).
+
+    The hard cap is `hard_cap_s` from the first boot, or `ends_by`, by the machine's wall clock, where that is sooner.
+    After a reboot lease and hard cap go on at what was left of them: of the hard cap the time that the machine was off
+    is gone too, as far as its wall clock knows. No user logs in by a password any more.
 
     Args:
         user: who logs in with the request's key, and may become root; made where there is none. The lease is
@@ -77,6 +79,7 @@ def start_script(
         "hard_cap_s": str(math.ceil(request.hard_cap_s)),
         "ends_by": str(math.ceil(request.ends_by)),
         "lease_script": (_HERE / "lease.sh").read_text(encoding="utf-8").rstrip("\n"),
+        "clocks_script": (_HERE / "clocks.sh").read_text(encoding="utf-8").rstrip("\n"),
         "end": end,
     }
     assignments = (f"{name}={shlex.quote(value)}\n" for name, value in settings.items())

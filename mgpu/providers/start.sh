@@ -1,25 +1,26 @@
 # What a machine does at each boot, as root; mgpu.providers.start puts the settings before it:
 #
-#   user authorized_key host_key lease_s hard_cap_s ends_by lease_script end
+#   user authorized_key host_key lease_s hard_cap_s ends_by lease_script clocks_script end
 #
 # cloud-init runs it as a boothook: before sshd listens, so that nobody meets another host key than the pinned one, and
 # at every boot. What is done already is left as it is. The clocks come first: whatever fails afterwards, the machine
-# ends itself.
+# ends itself. They come back at each boot also where this script does not.
 set -eu
 umask 022
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 lib=/usr/local/lib/mgpu
-run=/run/mgpu # is empty after a reboot, as the seconds since boot begin anew
 systemd=/run/systemd/system
 home=$(getent passwd "$user" | cut -d: -f6) || home=
 home=${home:-/home/$user}
 lease=$home/.mgpu/lease
 key=/etc/ssh/mgpu_host_ed25519_key
 sshd_config=/etc/ssh/sshd_config
+run_clocks="/bin/sh $lib/clocks.sh run $user $home $lease_s $hard_cap_s $ends_by"
 
 install_scripts() {
-    mkdir -p "$lib" "$run"
+    mkdir -p "$lib"
     printf '%s\n' "$lease_script" >"$lib/lease.sh"
+    printf '%s\n' "$clocks_script" >"$lib/clocks.sh"
     if [ "$end" ]; then
         printf '%s\n' "$end" >"$lib/end.sh"
         return
@@ -34,46 +35,52 @@ done
 EOF
 }
 
-first_end() { # sets ends_by, where nobody has: hard_cap_s from the first boot, and no reboot prolongs it
-    machine=${INSTANCE_ID:-$(cat /sys/class/dmi/id/product_uuid 2>/dev/null)} || machine=
-    read -r ends_by of 2>/dev/null <"$lib/ends-by" || ends_by=
-    case $ends_by in '' | *[!0-9]*) of=nobody ;; esac
-    [ "$of" != "$machine" ] || return 0
-    ends_by=$(($(date +%s) + hard_cap_s)) # also where a machine image was made of another machine
-    echo "$ends_by $machine" >"$lib/ends-by.new" && mv "$lib/ends-by.new" "$lib/ends-by"
-}
-
-set_clocks() { # once a boot: the lease may have been renewed since
-    [ ! -s "$run/hard-cap" ] || return 0
-    read -r up _ </proc/uptime
-    up=${up%%.*}
-    [ "$ends_by" -gt 0 ] || first_end
-    left=$((ends_by - $(date +%s)))
-    left=$((left < hard_cap_s ? left : hard_cap_s)) # a clock that is behind prolongs nothing
-    mkdir -p "$home/.mgpu"
-    echo $((up + lease_s)) >"$lease.new" && mv "$lease.new" "$lease"
-    echo $((up + (left > 0 ? left : 0))) >"$run/hard-cap.new" && mv "$run/hard-cap.new" "$run/hard-cap"
-}
-
-arm() {
-    set -- /bin/sh "$lib/lease.sh" "$lease" "$(cat "$run/hard-cap")" 5 /bin/sh "$lib/end.sh"
-    if [ -d "$systemd" ]; then
-        cat >"$systemd/mgpu-lease.service" <<EOF
+install_unit() { # also for a boot that comes no further than the emergency shell
+    units=/etc/systemd/system
+    [ -w "$units" ] || units=$systemd # for this boot, at least
+    cat >"$units/mgpu-lease.new" <<EOF
 [Unit]
 Description=mgpu: ends this machine when its lease or its hard cap does
 DefaultDependencies=no
+After=local-fs.target
+IgnoreOnIsolate=yes
 StartLimitIntervalSec=0
 [Service]
-ExecStart=$*
+ExecStart=$run_clocks
 Restart=always
 RestartSec=1
 OOMScoreAdjust=-1000
 EOF
-        if systemctl daemon-reload && systemctl restart --no-block mgpu-lease.service; then return; fi
+    mv "$units/mgpu-lease.new" "$units/mgpu-lease.service" || return
+    for target in sysinit emergency; do
+        mkdir -p "$units/$target.target.wants"
+        ln -sf ../mgpu-lease.service "$units/$target.target.wants"
+    done
+}
+
+install_elsewhere() { # in each place that some system without systemd looks at: a second start does nothing
+    start="setsid $run_clocks </dev/null >/dev/null 2>&1 &"
+    [ ! -d /etc/cron.d ] || echo "@reboot root $run_clocks >/dev/null 2>&1" >/etc/cron.d/mgpu
+    if [ -d /etc/local.d ]; then
+        printf '#!/bin/sh\n%s\n' "$start" >/etc/local.d/mgpu.start
+        chmod 755 /etc/local.d/mgpu.start
     fi
-    if [ -s "$run/lease.pid" ] && kill -0 "$(cat "$run/lease.pid")"; then return; fi
-    setsid "$@" </dev/null >/dev/null 2>&1 &
-    echo $! >"$run/lease.pid"
+    if ! grep -qsF "$run_clocks" /etc/rc.local; then # its last line may be `exit`
+        { head -n 1 /etc/rc.local 2>/dev/null | grep '^#!' || echo '#!/bin/sh'; } >"$lib/rc.local"
+        { echo "$start" && sed '1{/^#!/d;}' /etc/rc.local 2>/dev/null; } >>"$lib/rc.local" || :
+        cat "$lib/rc.local" >/etc/rc.local # it may be a link
+        chmod 755 /etc/rc.local
+    fi
+}
+
+arm() {
+    if [ -d "$systemd" ]; then
+        if install_unit && systemctl daemon-reload && systemctl restart --no-block mgpu-lease.service; then return; fi
+    else
+        install_elsewhere || : # this boot has them all the same
+    fi
+    # shellcheck disable=SC2086
+    setsid $run_clocks </dev/null >/dev/null 2>&1 &
 }
 
 let_in() { # the user, and the one key that may log in
@@ -136,7 +143,7 @@ ChallengeResponseAuthentication no' # the third is the second's older name, and 
 }
 
 install_scripts
-set_clocks
+/bin/sh "$lib/clocks.sh" set "$user" "$home" "$lease_s" "$hard_cap_s" "$ends_by"
 arm
 let_in
 set_up_sshd

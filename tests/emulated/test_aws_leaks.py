@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes.aws import FakeAws
 
-from mgpu.errors import QuotaExceeded, RateLimited, Transient
+from mgpu.errors import PermissionDenied, QuotaExceeded, RateLimited, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.base import FleetRequest, Handle
@@ -79,6 +79,16 @@ def test_an_address_that_could_not_be_had_leaves_none_of_the_others(aws: FakeAws
         provider.create(request(), OFFER, "t" * 40)
     assert len(aws.calls("AllocateAddress")) == 2
     assert left(aws)["addresses"] == 0
+
+
+def test_an_address_that_ec2_does_not_take_back_keeps_no_other_one(aws: FakeAws, provider: AwsProvider):
+    handle: Handle = provider.create(request(), OFFER, "t" * 40)
+    aws.errors("ReleaseAddress", "Denied", 1)
+    with pytest.raises(PermissionDenied):
+        insist(lambda: provider.destroy(handle))
+    assert left(aws)["addresses"] == 1
+    insist(lambda: provider.destroy(handle))
+    assert left(aws) == NOTHING
 
 
 def test_a_fleet_all_of_whose_machines_were_replaced_leaves_nothing(aws: FakeAws, provider: AwsProvider):

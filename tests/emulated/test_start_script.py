@@ -44,8 +44,25 @@ for name in systemctl poweroff shutdown; do
     chmod 755 r/usr/local/sbin/$name
 done
 cp given r/tmp/user-data
-printf %s "$3" >r/tmp/steps
+printf '%s\\n' "$4" "$3" >r/tmp/steps
 exec chroot r /bin/sh -eu /tmp/steps
+"""
+_HELPERS = """\
+clocks() { # the number of the process that keeps them, as soon as it does
+    tries=100
+    until grep -qs lease.sh "/proc/$(cat /run/mgpu/lease.pid 2>/dev/null)/cmdline"; do
+        [ $((tries -= 1)) -gt 0 ] && sleep 0.1
+    done
+    cat /run/mgpu/lease.pid
+}
+left() { # seconds that a clock has: `/run/mgpu/hard-cap`, or a lease
+    read -r up _ </proc/uptime
+    echo $(($(cat "$1") - ${up%%.*}))
+}
+reboot() { # all that the clocks are is gone
+    kill -KILL "-$(clocks)"
+    rm -r /run/mgpu
+}
 """
 
 Boot = Callable[..., str]
@@ -72,7 +89,8 @@ def boot(namespaces: None, tmp_path: Path) -> Boot:
         (tmp_path / "root").mkdir(exist_ok=True)
         (tmp_path / "given").write_text(given if given is not None else script())
         command = [*world.NAMESPACES, "sh", "-c", _BUILD, "sh", tmp_path / "root", tmp_path / "given"]
-        done = subprocess.run([*command, textwrap.dedent(steps)], capture_output=True, text=True, timeout=60)
+        steps = textwrap.dedent(steps)
+        done = subprocess.run([*command, steps, _HELPERS], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -201,7 +219,7 @@ def test_the_clocks_run_with_the_lease_and_the_hard_cap(boot: Boot):
         read -r up _ </proc/uptime
         sh /tmp/user-data
         echo "${up%%.*} $(cat /home/ubuntu/.mgpu/lease) $(cat /run/mgpu/hard-cap)"
-        tr '\\0' ' ' </proc/$(cat /run/mgpu/lease.pid)/cmdline
+        tr '\\0' ' ' </proc/$(clocks)/cmdline
     """)
     up, lease, cap = map(int, out.splitlines()[0].split())
     assert lease - up in (LEASE_S, LEASE_S + 1, LEASE_S + 2)
@@ -271,7 +289,7 @@ def test_a_plain_machine_keeps_the_host_keys_that_its_cloud_tells_and_its_disks(
     )
     first, *names, key, left = out.splitlines()
     assert first == "plain /home/plain", "what is the cloud's own comes at the end"
-    assert names == ["same", "end.sh", "ends-by", "lease.sh"]
+    assert names == ["same", "clocks.sh", "end.sh", "lease.sh", "left", "rc.local"]
     assert key == LOGIN
     assert abs(int(left.split()[0]) - HARD_CAP_S) <= 2
 
@@ -297,7 +315,7 @@ def test_the_clocks_run_also_where_the_rest_fails(boot: Boot):
         chmod 755 /usr/local/sbin/useradd
         sed -i '/^ubuntu:/d' /etc/passwd
         sh /tmp/user-data && echo went well
-        kill -0 $(cat /run/mgpu/lease.pid) && echo armed
+        kill -0 $(clocks) && echo armed
         cat /home/ubuntu/.mgpu/lease
     """.replace("sh /tmp/user-data && echo went well", "! sh /tmp/user-data")
     )
@@ -308,36 +326,101 @@ def test_the_clocks_run_also_where_the_rest_fails(boot: Boot):
 def test_a_second_run_changes_nothing_that_was_done(boot: Boot):
     out = boot("""
         sh /tmp/user-data
-        pid=$(cat /run/mgpu/lease.pid) cap=$(cat /run/mgpu/hard-cap)
+        pid=$(clocks) cap=$(cat /run/mgpu/hard-cap)
         echo 123456789 >/home/ubuntu/.mgpu/lease
         echo replaced >/etc/ssh/mgpu_host_ed25519_key
         sleep 1.1
         sh /tmp/user-data
-        [ "$pid" = "$(cat /run/mgpu/lease.pid)" ] && [ "$cap" = "$(cat /run/mgpu/hard-cap)" ] && echo same
+        [ "$pid" = "$(clocks)" ] && [ "$cap" = "$(cat /run/mgpu/hard-cap)" ] && echo same
         cat /home/ubuntu/.mgpu/lease /etc/ssh/mgpu_host_ed25519_key
         grep -c . /home/ubuntu/.ssh/authorized_keys
     """)
     assert out.split() == ["same", "123456789", "replaced", "1"]
 
 
-def test_after_a_reboot_the_lease_counts_anew_and_the_replaced_key_stays(boot: Boot):
+# what starts the clocks at a boot, where the cloud does not run the script again
+RC_LOCAL = "sh /etc/rc.local"
+CRON = "sh -c \"$(sed -n 's/^@reboot root //p' /etc/cron.d/mgpu)\" &"
+LOCAL_D = "/etc/local.d/mgpu.start"
+UNIT = (
+    "setsid sh -c \"exec $(sed -n 's/^ExecStart=//p' /etc/systemd/system/sysinit.target.wants/mgpu-lease.service)\" &"
+)
+EMERGENCY = UNIT.replace("sysinit", "emergency")
+
+
+@pytest.mark.parametrize(
+    ("system", "started"),
+    [
+        ("", RC_LOCAL),
+        ("printf '#!/bin/bash\\n[ -e /tmp ]\\nexit 0' >/etc/rc.local", f"head -n 1 /etc/rc.local; {RC_LOCAL}"),
+        ("mkdir -p /etc/rc.d; echo : >/etc/rc.d/rc.local; ln -s rc.d/rc.local /etc/rc.local", "sh /etc/rc.d/rc.local"),
+        ("mkdir -p /etc/cron.d", CRON),
+        ("mkdir -p /etc/local.d", LOCAL_D),
+        ("mkdir -p /run/systemd/system", UNIT),
+        ("mkdir -p /run/systemd/system", EMERGENCY),
+    ],
+    ids=["rc.local", "their rc.local", "a link", "cron", "OpenRC", "systemd", "a boot that fails"],
+)
+def test_a_machine_that_reboots_has_clocks_though_its_cloud_runs_the_script_once(boot: Boot, system: str, started: str):
+    out = boot(
+        f"""
+        {system}
+        sh /tmp/user-data
+        sh /tmp/user-data
+        [ ! -d /run/systemd ] || {UNIT}
+        reboot
+        {started}
+        tr '\\0' ' ' </proc/$(clocks)/cmdline; echo
+        left /run/mgpu/hard-cap
+        left /home/plain/.mgpu/lease
+        stat -c %U /home/plain/.mgpu/lease
+        """,
+        start_script(request(), "plain"),
+    )
+    *_, command, cap, lease, owner = out.splitlines()
+    assert command.startswith("/bin/sh /usr/local/lib/mgpu/lease.sh /home/plain/.mgpu/lease ")
+    assert abs(int(cap) - HARD_CAP_S) <= 3
+    assert abs(int(lease) - LEASE_S) <= 3
+    assert owner == "plain"
+    assert ("#!/bin/bash" in out) == ("bash" in system)
+
+
+def test_after_a_reboot_the_lease_goes_on_and_the_replaced_key_stays(boot: Boot):
+    """Also one that was renewed: what is left is written down as time goes by."""
     out = boot("""
+        sed -i 's/sleep 15/sleep 0.1/' /tmp/user-data
         sh /tmp/user-data
-        kill $(cat /run/mgpu/lease.pid)
-        rm -r /run/mgpu
-        echo 5 >/home/ubuntu/.mgpu/lease
-        echo replaced >/etc/ssh/mgpu_host_ed25519_key
-        sh /tmp/user-data
+        clocks
         read -r up _ </proc/uptime
-        echo $(($(cat /home/ubuntu/.mgpu/lease) - ${up%%.*}))
+        echo $((${up%%.*} + 100)) >/home/ubuntu/.mgpu/lease
+        until grep -qE '^(100|9[0-9]) ' /usr/local/lib/mgpu/left; do sleep 0.1; done
+        echo not a number >/home/ubuntu/.mgpu/lease
+        echo replaced >/etc/ssh/mgpu_host_ed25519_key
+        reboot
+        sh /tmp/user-data
+        left /home/ubuntu/.mgpu/lease
         cat /etc/ssh/mgpu_host_ed25519_key
         stat -c %U /home/ubuntu/.mgpu/lease
-        kill -0 $(cat /run/mgpu/lease.pid) && echo armed
-        [ ! -e /usr/local/lib/mgpu/ends-by ]
+        kill -0 $(clocks) && echo armed
     """)
-    left, key, owner, armed = out.split()
-    assert abs(int(left) - LEASE_S) <= 2
+    _, left, key, owner, armed = out.split()
+    assert 80 <= int(left) <= 100
     assert (key, owner, armed) == ("replaced", "ubuntu", "armed")
+
+
+def test_a_lease_that_is_over_is_over_after_a_reboot(boot: Boot):
+    out = boot(
+        """
+        sh /tmp/user-data
+        clocks
+        echo "0 100 $(date +%s)" >/usr/local/lib/mgpu/left
+        reboot
+        sh /etc/rc.local
+        until grep -qs poweroff /tmp/called; do sleep 0.1; done
+        """,
+        start_script(request(), "plain"),
+    )
+    assert out.split()
 
 
 def test_no_reboot_prolongs_the_hard_cap(boot: Boot):
@@ -349,16 +432,14 @@ def test_no_reboot_prolongs_the_hard_cap(boot: Boot):
         boot() {
             echo $1 >/tmp/now
             INSTANCE_ID=$2 sh /tmp/user-data
-            read -r up _ </proc/uptime
-            echo $(($(cat /run/mgpu/hard-cap) - ${up%%.*}))
-            kill $(cat /run/mgpu/lease.pid)
-            rm -r /run/mgpu
+            left /run/mgpu/hard-cap
+            reboot
         }
         boot 1000000 i-1
         boot 1003000 i-1
         boot 1003600 i-1
         boot 1003600 i-2
-        printf 'half a li' >/usr/local/lib/mgpu/ends-by
+        printf 'half a li' >/usr/local/lib/mgpu/left
         boot 1003600 i-2
         """,
         start_script(request(), "plain"),
@@ -367,24 +448,96 @@ def test_no_reboot_prolongs_the_hard_cap(boot: Boot):
     assert [round(seconds, -1) for seconds in left] == [HARD_CAP_S, 600, 0, HARD_CAP_S, HARD_CAP_S]
 
 
+@pytest.mark.parametrize(("first", "then"), [(5, 1000000), (1000000, 5)], ids=["put right", "begins anew"])
+def test_a_wall_clock_that_is_wrong_at_a_boot_prolongs_nothing(boot: Boot, first: int, then: int):
+    """The seconds that it ran are written down; to such a machine the cap of the operator's clock is far away."""
+    out = boot(
+        f"""
+        sed -i 's/sleep 15/sleep 0.1/' /tmp/user-data
+        printf '#!/bin/sh\\ncat /tmp/now\\n' >/usr/local/sbin/date
+        chmod 755 /usr/local/sbin/date
+        echo {first} >/tmp/now
+        sh /tmp/user-data
+        clocks
+        echo 1000000 >/tmp/now
+        until grep -q ' 1000000$' /usr/local/lib/mgpu/left; do sleep 0.1; done
+        reboot
+        echo 300 700 1000000 >/usr/local/lib/mgpu/left
+        echo {then} >/tmp/now
+        sh /tmp/user-data
+        left /run/mgpu/hard-cap
+        """,
+        script(hard_cap_at=4e9),
+    )
+    assert abs(int(out.split()[-1]) - 700) <= 3
+
+
+def test_what_stays_in_run_of_another_boot_is_not_believed(boot: Boot):
+    out = boot("""
+        sh /tmp/user-data
+        kill $(clocks)
+        echo another >/run/mgpu/boot
+        echo 999999999 >/run/mgpu/hard-cap
+        echo $$ >/run/mgpu/lease.pid
+        sh /tmp/user-data
+        clocks >/dev/null
+        left /run/mgpu/hard-cap
+    """)
+    assert abs(int(out) - HARD_CAP_S) <= 3
+
+
+def test_where_no_lease_can_be_written_the_hard_cap_stands_for_it(boot: Boot):
+    """As in the emergency shell, whose disks may not be written to: the number of another boot may stand there."""
+    out = boot(
+        """
+        sh /tmp/user-data
+        reboot
+        rm -r /home/plain/.mgpu
+        touch /home/plain/.mgpu
+        sh /etc/rc.local 2>/dev/null
+        clocks >/dev/null
+        left /run/mgpu/hard-cap
+        """,
+        start_script(request(), "plain"),
+    )
+    assert abs(int(out) - LEASE_S) <= 3
+
+
 def test_with_systemd_the_clocks_are_a_unit_that_comes_back_and_sshd_waits_for_the_disks(boot: Boot):
     out = boot("""
         mkdir -p /run/systemd/system
         sh /tmp/user-data
         cat /tmp/called
-        cat /run/systemd/system/mgpu-lease.service /run/systemd/system/mgpu-disks.service
+        cat /etc/systemd/system/mgpu-lease.service /run/systemd/system/mgpu-disks.service
         ls /run/mgpu
     """)
     lines = out.splitlines()
     assert lines[:2] == ["systemctl daemon-reload", "systemctl restart --no-block mgpu-lease.service"]
     assert "systemctl start --no-block mgpu-disks.service" in lines
     assert "Restart=always" in lines
-    assert re.search(
-        r"^ExecStart=/bin/sh /usr/local/lib/mgpu/lease.sh /home/ubuntu/.mgpu/lease \d+ 5 /bin/sh", out, re.M
-    )
+    clocks = rf"^ExecStart=/bin/sh /usr/local/lib/mgpu/clocks.sh run ubuntu /home/ubuntu {LEASE_S} {HARD_CAP_S} \d+$"
+    assert re.search(clocks, out, re.M)
     assert "Before=ssh.service sshd.service" in lines
     assert "After=dlami-nvme.service" in lines
     assert "lease.pid" not in lines, "not a second time by hand"
+
+
+@pytest.mark.parametrize("system", ["systemd", ""])
+def test_where_etc_cannot_be_written_to_this_boot_has_its_clocks(boot: Boot, system: str):
+    out = boot(f"""
+        mkdir -p /run/{system or "nothing"}/system /etc/systemd/system
+        mount -t tmpfs -o ro none /etc/systemd/system
+        mount --bind /etc /etc && mount -o remount,ro,bind /etc
+        sh /tmp/user-data 2>/dev/null || true
+        [ "{system}" ] || clocks
+        cat /run/systemd/system/mgpu-lease.service /tmp/called || true
+    """)
+    lines = out.splitlines()
+    if system:
+        assert "systemctl restart --no-block mgpu-lease.service" in lines
+        assert any(line.startswith("ExecStart=/bin/sh /usr/local/lib/mgpu/clocks.sh run ") for line in lines)
+    else:
+        assert lines[0].isdecimal(), "by hand"
 
 
 def test_where_systemd_refuses_the_clocks_run_by_hand(boot: Boot):
@@ -392,7 +545,7 @@ def test_where_systemd_refuses_the_clocks_run_by_hand(boot: Boot):
         mkdir -p /run/systemd/system
         printf '#!/bin/sh\\nexit 1\\n' >/usr/local/sbin/systemctl
         sh /tmp/user-data || true
-        kill -0 $(cat /run/mgpu/lease.pid) && echo armed
+        kill -0 $(clocks) && echo armed
     """)
     assert "armed" in out
 

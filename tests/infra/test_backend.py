@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import socket
+from datetime import UTC, datetime
 from pathlib import Path
 
 import boto3
@@ -74,7 +75,9 @@ def test_a_stack_is_made_repaired_and_ended_in_a_bucket(in_bucket):
     note.parent.mkdir(parents=True, exist_ok=True)
     note.touch()
     mine = {"username": pwd.getpwuid(os.getuid()).pw_name, "hostname": socket.gethostname()}
-    store.put(lock, json.dumps({"pid": 1 << 22, **mine, "timestamp": "2026-11-21T12:00:00Z"}).encode())
+    ended = next(process.note(0).parent.iterdir())  # of the CLIs that this machine has had
+    then = datetime.fromtimestamp(float(ended.read_text().split()[0]) + 0.01, UTC).isoformat()
+    store.put(lock, json.dumps({"pid": int(ended.name), **mine, "timestamp": then}).encode())
     in_bucket.open().up()
     assert store.stat(lock) is None
     in_bucket.open().destroy()

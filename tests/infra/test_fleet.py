@@ -1235,6 +1235,22 @@ def test_the_guard_needs_a_region_that_is_closed_only_where_its_fleet_was_asked_
         wire.delete(*guard)
 
 
+def test_the_guard_ends_what_can_be_ended_beside_a_machine_that_cannot(wire, guard, made, fake, monkeypatch):
+    (whole,), ends = fake.list_owned(guard[2]["owner"]), fake.destroy
+    parts = tuple(whole.model_copy(update={"ids": (each,)}) for each in whole.ids)
+
+    def destroy(handle, nodes=None):
+        if handle.ids == parts[0].ids:
+            raise PermissionDenied("it is protected")
+        return ends(handle, handle.ids)
+
+    monkeypatch.setattr(fake, "list_owned", lambda owner: parts)
+    monkeypatch.setattr(fake, "destroy", destroy)
+    with pytest.raises(grpc.RpcError, match="it is protected"):
+        wire.delete(*guard)
+    assert set(fake.running) == {*parts[0].ids}
+
+
 def test_a_sweep_after_an_answer_does_not_wait(wire, guard, made, fake, monkeypatch):
     monkeypatch.setattr(type(fake), "capabilities", fake.capabilities.model_copy(update={"listing_lag_s": 1e6}))
     wire.delete(*guard)

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from mgpu.backend.location import Backend
 from mgpu.errors import StackError
 from mgpu.events import Note, ignore
 from mgpu.iac.engine import locks, operations, state_file
-from mgpu.iac.engine.process import CliProcess
+from mgpu.iac.engine.process import CliProcess, note
 
 PLACE = "/backend:project/stack"
 WAITS = 'exec 3<>"$0"; echo ready; while :; do read nothing <&3; done'  # a fork of it would be called `pulumi` too
@@ -224,20 +225,40 @@ def test_a_process_that_this_machine_has_not_started_may_be_one_of_another_machi
     assert not path.exists()
 
 
-def test_of_one_that_this_machine_has_started_it_knows(bucket, tmp_path):
-    cli = CliProcess(grace_s=1)
-    with (tmp_path / "out").open("wb") as out:
-        for script in ("echo $$ >killed; kill -9 $$", "echo $$ >failed; exit 255", "echo $$ >ended"):
-            given = {"cwd": tmp_path, "env": os.environ, "out": out, "err": out, "limit_s": 10.0}
-            cli.run(["/bin/sh", "-c", script], **given)
-    for name in ("killed", "failed"):  # the second: a bucket that does not answer keeps the lock, too
-        path = bucket(int((tmp_path / name).read_text()))
-        bucket.make_way()
-        assert not path.exists()
-    for name in ("ended", "killed", "failed"):  # its lock was gone with it, or is by now: another's
-        path = bucket(int((tmp_path / name).read_text()))
-        with pytest.raises(StackError):
+@pytest.mark.parametrize(
+    "script",
+    ["date -Ins; kill -9 $$", "date -Ins; exit 255", "date -Ins"],
+    ids=["killed", "failed", "a bucket that did not take the lock's end"],
+)
+def test_of_one_that_this_machine_has_had_it_knows(bucket, tmp_path, script):
+    cli, out, written = CliProcess(grace_s=1), tmp_path / "out", {"encoding": "utf-8"}
+    with out.open("wb") as said:
+        given = {"cwd": tmp_path, "env": os.environ, "out": said, "err": said, "limit_s": 10.0}
+        cli.run(["/bin/sh", "-c", f"echo $$; {script}"], **given)
+    pid, then = out.read_text(**written).replace(",", ".").split()
+    began = datetime.fromisoformat(then)
+    for other in (began - timedelta(minutes=1), began + timedelta(minutes=1)):  # by one of another machine's
+        path = bucket(int(pid), timestamp=other.isoformat())
+        with pytest.raises(StackError, match="another machine's"):
             bucket.make_way()
+    path = bucket(int(pid), timestamp=then)
+    bucket.make_way()
+    assert not path.exists()
+    bucket(int(pid), timestamp=then)
+    with pytest.raises(StackError):  # its lock is gone by now: another's
+        bucket.make_way()
+
+
+def test_what_is_known_of_processes_that_have_ended_is_not_kept_for_ever(xdg, tmp_path):
+    old, young = note(1), note(2)
+    old.parent.mkdir(parents=True)
+    for path, days in ((old, 31), (young, 29)):
+        path.touch()
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    with (tmp_path / "out").open("wb") as out:
+        given = {"cwd": tmp_path, "env": os.environ, "out": out, "err": out, "limit_s": 10.0}
+        CliProcess(grace_s=1).run(["/bin/true"], **given)
+    assert [path.exists() for path in (old, young)] == [False, True]
 
 
 @pytest.mark.parametrize("changes", [{}, {"username": "somebody"}], ids=str)

@@ -3,7 +3,7 @@
 Pulumi writes a file `{pid, username, hostname, timestamp}` before it works on a stack, and deletes it after. One that
 was killed leaves it, and Pulumi refuses to work on the stack from then on. `pulumi cancel` deletes every lock, also
 that of a process which is at work; here it has to be shown that nobody is. A host name shows little: containers have
-equal ones. In a folder it is believed, in a bucket only of a process that this machine is known to have started.
+equal ones. In a folder it is believed, in a bucket only of a process that this machine is known to have had then.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_hosts: Co
         lock = _read(backend, key, stack)
         if lock is None:
             continue
-        same_name, note = lock.hostname == socket.gethostname(), process.note(lock.pid)
+        same_name = lock.hostname == socket.gethostname()
         ours = same_name and lock.username == _me()
         if same_name and _held(lock, place):
             raise _busy(lock, stack)
-        if ours and (backend.folder or note.exists()):
-            what = f"process {lock.pid}, which died at work"
+        if ours and (backend.folder or process.was_here(lock.pid, lock.timestamp)):
+            what = f"process {lock.pid}, which has ended"
         elif lock.hostname in lost_hosts:
             what = f"process {lock.pid} on {lock.hostname}, whose run was taken over"
         else:
@@ -65,7 +65,7 @@ def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_hosts: Co
         with backend.asking("written"):
             backend.state.delete(key)
         if ours:
-            note.unlink(missing_ok=True)
+            process.note(lock.pid).unlink(missing_ok=True)
         emit(Note(f"stack {stack}: released the lock of {what} ({lock.timestamp})"))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -15,12 +16,33 @@ from mgpu import paths
 from mgpu.errors import StackError
 
 _LOOK_S = 0.1
+_KEPT_S = 30 * 86400.0  # of a CLI that has ended: a lock that was left is met by the stack's next operation
 
 
 def note(pid: int) -> Path:
-    """Where it is kept that this machine has started a CLI of this number, until that has ended well: the lock of one
-    that was killed says no more than its number and a host name, which another machine may have, too."""
+    """Where it is kept when this machine had a CLI of this number: a lock that is left says no more than that, a host
+    name, which another machine may have, too, and a time. One that has ended well may leave it all the same."""
     return paths.state_dir() / "engines" / str(pid)
+
+
+def was_here(pid: int, timestamp: str) -> bool:
+    """Whether this machine had a CLI of this number at a lock's time, as RFC 3339 writes it."""
+    try:
+        began, until = map(float, note(pid).read_text(encoding="utf-8").split())
+        return began <= datetime.fromisoformat(timestamp).timestamp() <= until
+    except (OSError, ValueError):
+        return False
+
+
+def _keep(pid: int, began: float, until: float) -> None:
+    """UNIX seconds. Those that are too old to be asked for go."""
+    kept = note(pid)
+    with suppress(OSError):  # a full disk: its lock will be one that nobody knows
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        kept.write_text(f"{began} {until}\n", encoding="utf-8")
+        for old in kept.parent.iterdir():
+            if old.stat().st_mtime < began - _KEPT_S:
+                old.unlink(missing_ok=True)
 
 
 class CliProcess:
@@ -60,6 +82,7 @@ class CliProcess:
             StackError: it did not end within `limit_s` seconds: it was cancelled, and killed `grace_s` after that.
         """
         self._cancelled = False
+        began = time.time()
         self._process = subprocess.Popen(
             argv,
             cwd=cwd,
@@ -70,10 +93,8 @@ class CliProcess:
             start_new_session=True,
             pass_fds=() if pass_fd is None else (pass_fd,),
         )
-        kept = note(self._process.pid)
-        with suppress(OSError):  # a full disk: its lock will be one that nobody knows
-            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            kept.touch()
+        pid = self._process.pid
+        _keep(pid, began, began + limit_s + self._grace_s)
         if undone and self.interrupted:
             self._cancel()
         try:
@@ -82,9 +103,8 @@ class CliProcess:
             self._obeys(self._process)
             raise
         finally:
-            if self._process.poll() == 0:  # one that fails where its backend does not answer leaves its lock, too
-                with suppress(OSError):
-                    kept.unlink()
+            if self._process.poll() is not None:
+                _keep(pid, began, time.time())
             self._process = None
 
     def _wait(self, process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None]) -> int:

@@ -16,7 +16,7 @@ from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call
 from mgpu.iac.types import generations
 from mgpu.iac.types.generations import Begun
-from mgpu.providers.base import Provider, listed
+from mgpu.providers.base import Handle, Provider, listed
 
 _LISTING_PAUSE = 60  # times `describe_every_s`: a listing asks all regions
 
@@ -66,17 +66,20 @@ def _end_listed(
     keep: Collection[str],
     regions: Collection[str],
 ) -> bool:
-    kept, ended = frozenset(keep), False
+    kept, left = frozenset(keep), list[Handle]()
     look, limit_s = partial(listed, provider, owner, regions), min(acquire.ANSWER_S, timeouts.destroy_s)
     for handle in acquire.patiently(look, limit_s, call.cancelled.wait, call.emit):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
         if handle.fleet != fleet or not strays:
             continue
         call.emit(Warned(f"ending {', '.join(strays)}: an interrupted operation left them outside the state"))
-        acquire.destroy(provider, handle.model_copy(update={"ids": strays}), timeouts=timeouts, emit=call.emit)
+        left.append(handle.model_copy(update={"ids": strays}))
+
+    def gone(handle: Handle) -> None:
         generations.used(call.settings.state_dir, owner, fleet, handle.generation)
-        ended = True
-    return ended
+
+    acquire.destroy_all(provider, left, timeouts=timeouts, emit=call.emit, gone=gone)
+    return bool(left)
 
 
 def _listed_at(provider: Provider, begun: Sequence[Begun], timeouts: Timeouts, now: float) -> float:

@@ -216,9 +216,24 @@ def _unlink(path: Path) -> None:
 def _settle() -> None:
     """Ends what is left of a run whose watch is gone: nobody would end it any more."""
     record = _read(HOLDER)
-    if record and not _watched(record):
+    if not record and HOLDER.is_file():
+        _forget()
+    elif record and not _watched(record):
         boot = record["boot"] == _boot()
         _end(record["name"], record.get("ending") or ("its watch was ended" if boot else "the host was started anew"))
+
+
+def _forget() -> None:
+    """Ends a run of which a host that has lost its power knows nothing but a link to its folder: its file is empty."""
+    lock = _locked()
+    if lock is None:  # its watch lives
+        return
+    os.close(lock)
+    for link in [each for each in MINE.iterdir() if each.is_symlink()]:
+        folder = Path(os.readlink(link))  # noqa: PTH115 - its own has Python 3.9
+        _write(HOLDER, {"name": folder.name, "folder": str(folder), "link": link.name})
+        _end(folder.name, "", keep=False)
+    _unlink(HOLDER)
 
 
 def _watched(record: dict[str, Any]) -> bool:

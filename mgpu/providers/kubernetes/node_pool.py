@@ -62,9 +62,7 @@ def find(place: Place, token: str, *, known: bool = False) -> Json | None:
     """The pool of a token; None: there is none, as far as this user may see. `known`: one was made, so that who may not
     see it is told: PermissionDenied."""
     try:
-        return place.cluster.get(f"{PATH}/{manifest.name(token)}")
-    except Missing:
-        return None
+        return _asked(place, f"{PATH}/{manifest.name(token)}")
     except PermissionDenied:
         if known:
             raise
@@ -76,13 +74,22 @@ def owned(place: Place, owner: str, *, known: bool) -> list[Json]:
     none. `known`: as in `find`."""
     selector = f"{manifest.OWNER}={manifest.labelled(owner)},{NAMESPACE}={place.namespace}"
     try:
-        return place.cluster.get(PATH, labelSelector=selector)["items"]
-    except Missing:
-        return []
+        return (_asked(place, PATH, labelSelector=selector) or {"items": []})["items"]
     except PermissionDenied:
         if known:
             raise
         return []
+
+
+def _asked(place: Place, path: str, **query: str) -> Json | None:
+    """What there is; None: nothing, by the API server's word. Of a kind that it does not know its 404 gives no reason,
+    as one of a gateway before it: then it is asked for its groups. Raises Missing: it is none of its words."""
+    try:
+        return place.cluster.get(path, **query)
+    except Missing as error:
+        if not error.by_api and any(each["name"] == GROUP for each in place.cluster.get("/apis")["groups"]):
+            raise
+        return None
 
 
 def delete(place: Place, token: str) -> None:

@@ -28,6 +28,7 @@ def sbatch(options: SlurmOptions, needed: Requirements, offer: Offer) -> list[st
         "gres": gres,
         "cpus-per-task": options.cpus_per_node,
         "mem": f"{options.memory_gib}G" if options.memory_gib else None,
+        "tmp": f"{options.tmp_gib}G" if options.tmp_gib else None,
         "signal": f"URG@{options.notice_s}" if options.notice_s else None,  # nobody but the keeper minds it
     }
     arguments = [f"--{name}={value}" for name, value in given.items() if value is not None]

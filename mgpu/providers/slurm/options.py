@@ -54,6 +54,9 @@ class SlurmOptions(ProviderOptions):
         None, ge=1, description="--cpus-per-task; one task a node (default: the cluster's)"
     )
     memory_gib: int | None = Field(None, ge=1, description="--mem (default: the cluster's)")
+    tmp_gib: int | None = Field(
+        None, ge=1, description="--tmp: GiB of local disk that a node has, in place of `disk_gib` (default: any)"
+    )
     exclusive: bool = Field(False, description="--exclusive: nobody else is on the nodes")
     prologue: tuple[_Line, ...] = Field(
         (), description="lines of bash that each node runs first, such as `module load cuda` (default: none)"

@@ -184,7 +184,8 @@ class SlurmProvider(Provider):
     def describe(self, handle: Handle) -> FleetState:
         """The job as Slurm has it, and what its nodes say of themselves. A node is gone when the job has ended and is
         not completing any more; one that Slurm calls DOWN may go on working, and is only billed no more."""
-        gang = Gang.of(self._login.said('tell "$@"', handle.token, doing="look at a job"))
+        said = self._login.said('tell "$@"', handle.token, doing="look at a job")
+        gang = Gang.of(said, f"{self._options.work_folder}/gangs/{handle.token}")
         return FleetState(nodes=tuple(self._node(gang, rank, name) for rank, name in enumerate(handle.ids)))
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
@@ -268,15 +269,17 @@ class Gang:
     nodes: str
     down: frozenset[str]
     files: dict[str, tuple[float, str]]  # when it was written, UNIX seconds, and what stands in it
+    folder: str = "its folder"
 
     @classmethod
-    def of(cls, said: list[str]) -> Gang:
+    def of(cls, said: list[str], folder: str = "its folder") -> Gang:
         """From what `tell` of login.sh says."""
         lines = [line.partition("|")[::2] for line in said]
         job = next((rest.split("|") for kind, rest in lines if kind == "job"), ["", "", "", ""])
         files = [rest.split("|", 2) for kind, rest in lines if kind == "file"]
         down = frozenset(rest for kind, rest in lines if kind == "down")
-        return cls(job[1], job[2], job[3], down, {name: (float(at or 0), text) for name, at, text in files})
+        named = {name: (float(at or 0), text) for name, at, text in files}
+        return cls(job[1], job[2], job[3], down, named, folder)
 
     def told(self, name: str, *, needed: bool = True) -> dict[str, Any] | None:
         """What a file of the gang's folder says; None: there is none. Raises Transient: it cannot be read now; where it
@@ -328,7 +331,12 @@ class Gang:
         if node := self.told(name, needed=False):
             is_down = node["node"] in self.down and time.time() < node["hard_cap_at"]
             return f"node {node['node']} is down, and its processes may live on" if is_down else ""
-        asked = self.told("asked.json") or {}
+        try:
+            asked = self.told("asked.json") or {}
+        except Transient as error:  # nothing says until when: it would be asked for ever
+            down = ", ".join(sorted(self.down))
+            cure = f"{error.next_step} If it is, and nothing of the run lives on {down}, remove {self.folder}/{name}."
+            raise Transient(error.what, error.why, cure) from error
         if time.time() >= self.files[name][0] + asked.get("hard_cap_s", 0.0):
             return ""
         return f"{name} cannot be read, and its node may be one that is down: {', '.join(sorted(self.down))}"

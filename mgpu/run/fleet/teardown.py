@@ -100,8 +100,7 @@ def _swept(
         return acquire.patiently(partial(_owned, provider, owner, names, regions), limit_s, _slept, emit)
 
     left = look()
-    for handle in left:
-        acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
+    acquire.destroy_all(provider, left, timeouts=timeouts, emit=emit)
     return look() if left else left  # all regions: not asked twice for nothing
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mgpu.errors import AuthError, PermissionDenied, RateLimited, Transient
+from mgpu.errors import AuthError, InvalidRequest, PermissionDenied, ProviderError, RateLimited, Transient
 from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling, code_of, of_organization, of_region
 from mgpu.providers.aws.instances import listing, machines, reaper
@@ -40,7 +40,8 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
     True: EC2 says that all are terminated, and nothing of them is left; False: call again. Absent never raises.
 
     Raises:
-        PermissionDenied, InvalidRequest: a machine that EC2 does not let go; the others were asked to end all the same.
+        PermissionDenied, InvalidRequest: a machine, address or disk that EC2 does not let go; the others were asked to
+            end all the same.
         ProviderError: EC2 refused, or did not answer; call again.
     """
     asked = [name for name in (handle.ids if nodes is None else nodes) if name]
@@ -55,7 +56,14 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
         tokens |= _creates(account, handle, shown)
     left = [resource for name, resource in shown.items() if not name.startswith("i-")]
     left += _left_by(account, handle.region, tokens)
-    gone = [_discarded(account, handle.region, resource, set(ids)) for resource in left]
+    gone, refused = list[bool](), list[ProviderError]()
+    for resource in left:  # also what comes after one that EC2 does not let go
+        try:
+            gone.append(_discarded(account, handle.region, resource, set(ids)))
+        except (PermissionDenied, InvalidRequest) as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
     if not all(gone):
         return False
     reaper.disarm(account, handle.region, ids)

@@ -186,6 +186,36 @@ def test_a_full_disk_keeps_nothing_alive_and_the_token_is_used_up(home: Path, mo
     assert {path.name for path in on_host.MINE.iterdir()} == {"ended", "mutex"}, "no half-written file"
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_host_that_was_taken_just_before_it_lost_its_power_can_be_taken_again(home: Path, linked: bool):
+    """The file that says who holds it is there, and empty; what there is of the run goes."""
+    folder, name = home / "0a0a0a0a0c-0", "0a0a0a0a0c-0"
+    (folder / "home").mkdir(parents=True)
+    on_host.MINE.mkdir()
+    on_host.HOLDER.touch()
+    if linked:
+        (on_host.MINE / RECORD["link"]).symlink_to(folder)
+        on_host._let_in({**RECORD, "name": name}, KEY)
+    answer = on_host.main({"verb": "look", "names": [name]})
+    assert (answer["held"], answer["busy"], answer["ended"]) == (None, None, [])
+    assert [path.name for path in on_host.MINE.iterdir()] == ["mutex"]
+    if linked:
+        assert not folder.exists()
+        assert (home / ".ssh" / "authorized_keys").read_text() == ""
+
+
+def test_a_run_whose_file_cannot_be_read_is_left_alone_while_its_watch_lives(home: Path):
+    on_host.MINE.mkdir()
+    on_host.HOLDER.touch()
+    lock = on_host._locked()
+    try:
+        answer = on_host.main({"verb": "look", "names": []})
+    finally:
+        os.close(lock)
+    assert (answer["held"], answer["busy"]) == (None, {})
+    assert on_host.HOLDER.exists()
+
+
 def test_a_lock_on_the_keys_that_somebody_has_all_the_time_is_not_waited_for_without_end(home: Path, monkeypatch):
     (home / ".ssh" / ".mgpu-hosts.lock").mkdir(parents=True)
     monkeypatch.setattr(on_host.time, "monotonic", iter((0.0, 41.0)).__next__)

@@ -26,7 +26,7 @@ from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import FleetRequest, Intent, NodePhase
 from mgpu.providers.kubernetes import manifest, node_pool, offered
-from mgpu.providers.kubernetes.cluster import Exists
+from mgpu.providers.kubernetes.cluster import Exists, refused
 from mgpu.providers.kubernetes.offered import Place
 from mgpu.providers.kubernetes.options import KubernetesOptions
 from mgpu.providers.kubernetes.provider import KubernetesProvider
@@ -250,6 +250,29 @@ def test_a_pool_that_nobody_may_see_any_more_is_not_taken_for_gone():
     looks = both(unpooled)
     assert [each.token for each in looks.list_owned(OWNER)] == [TOKEN], "most clusters have none, and no right to them"
     assert looks.describe(handle).nodes[0].phase is NodePhase.PENDING
+
+
+@pytest.mark.parametrize("groups", [[{"name": "apps"}, {"name": node_pool.GROUP}], None], ids=["served", "no answer"])
+def test_a_gateways_404_does_not_say_that_a_pool_is_gone(groups: list[dict[str, str]] | None):
+    """A load balancer without a backend answers with a page: the pool may be there, and be billed."""
+    page = refused("GET", 404, "<html><title>404 Not Found</title></html>")
+    answers, handle = gang_of([], OPTIONS)
+    answers |= {POOL: page, node_pool.PATH: page, "/apis": {"groups": groups} if groups else page}
+    looks, _ = provider(answers)
+    for call in (lambda: looks.destroy(handle), lambda: looks.describe(handle), lambda: looks.list_owned(OWNER)):
+        with pytest.raises(Transient, match="404"):
+            call()
+
+
+def test_where_the_cluster_has_no_such_thing_nothing_is_left():
+    page = refused("GET", 404, "404 page not found")  # as an API server says it of what it does not serve
+    answers, handle = gang_of([], OPTIONS)
+    answers |= {POOL: page, node_pool.PATH: page, "/apis": {"groups": [{"name": "apps"}]}}
+    conditions = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
+    answers[f"{JOBS}/mgpu-{TOKEN}"]["status"] = {"conditions": conditions}
+    looks, _ = provider(answers)
+    assert looks.destroy(handle)
+    assert looks.list_owned(OWNER) == ()
 
 
 def test_a_gang_whose_pods_are_on_their_way_out_is_billed_as_long_as_its_pool_is_there():

@@ -184,6 +184,11 @@ def test_a_file_that_stays_unreadable_keeps_no_job_from_having_ended(monkeypatch
     assert (node.phase, "n1" in node.reason) == (NodePhase.ENDING, True)
     late = described(monkeypatch, job, asked, file.format(written - 601), "down|n1")
     assert late.phase is NodePhase.TERMINATED, "by its own clock, which has begun before the file was written"
+    with pytest.raises(
+        Transient, match=r"remove ~/\.mgpu-slurm/gangs/(f0){20}/node-0\.json"
+    ):  # nothing says until when
+        described(monkeypatch, job, "file|asked.json|1|", file.format(written), "down|n1")
+    assert described(monkeypatch, job, "file|asked.json|1|", "down|n1").phase is NodePhase.TERMINATED, "removed"
 
 
 @pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "POWERING_UP"])
@@ -334,14 +339,15 @@ def test_the_token_that_logs_in_to_slurm_reaches_its_commands_and_no_job(monkeyp
 
 def test_every_option_reaches_sbatch():
     options = SlurmOptions(
-        account="a", qos="q", constraint="ib&h100", reservation="r", cpus_per_node=8, memory_gib=64, exclusive=True
-    )
+        account="a", qos="q", constraint="ib&h100", reservation="r", cpus_per_node=8, memory_gib=64, tmp_gib=500,
+        exclusive=True,
+    )  # fmt: skip
     needed = Requirements(provider="slurm", nodes=3, gpus_per_node=2, max_price_usd_per_hour=1, max_hours=1)
     offer = Offer.model_validate({**SOLD, "region": "here", "zone": "main", "gpu": "h100", "gpus": 2})
     assert findings.sbatch(options, needed, offer) == [
         *("--partition=main", "--nodes=3", "--ntasks-per-node=1", "--account=a", "--qos=q", "--constraint=ib&h100"),
-        *("--reservation=r", "--gres=gpu:h100:2", "--cpus-per-task=8", "--mem=64G", "--signal=URG@120"),
-        *("--no-requeue", "--exclusive"),
+        *("--reservation=r", "--gres=gpu:h100:2", "--cpus-per-task=8", "--mem=64G", "--tmp=500G"),
+        *("--signal=URG@120", "--no-requeue", "--exclusive"),
     ]
     assert "--gres=gpu:2,lic:1" in findings.sbatch(SlurmOptions(gres="gpu:2,lic:1"), needed, offer)
 

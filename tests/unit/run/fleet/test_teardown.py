@@ -84,6 +84,26 @@ def test_a_machine_that_the_provider_still_lists_is_named_and_the_stack_is_kept(
     assert "remove run-1" not in world.calls
 
 
+def test_a_machine_that_does_not_end_keeps_no_other_one(world, stack):
+    """A repair leaves two gangs of one fleet. Of a machine that somebody has protected EC2 says that it may not end."""
+    stack.destroy = lambda: None
+    ids = {"first": f"{stack.fleet}-0", "second": f"{stack.fleet}-1"}
+    made = world.cloud.handles.pop(stack.fleet)
+    world.cloud.handles |= {token: made.model_copy(update={"token": token, "ids": (ids[token],)}) for token in ids}
+    ends = world.cloud.destroy
+
+    def destroy(handle, nodes=None):
+        if handle.token == "first":
+            raise PermissionDenied("EC2 does not let it go")
+        return ends(handle, nodes)
+
+    world.cloud.destroy = destroy
+    with pytest.raises(TeardownIncomplete, match=ids["first"]) as caught:
+        back(world, stack)
+    assert "EC2 does not let it go" in caught.value.why
+    assert world.cloud.billed == {"mine-dev-0", ids["first"]}
+
+
 def test_a_provider_that_says_done_while_it_still_lists_one_is_not_believed(world, stack):
     world.cloud.stuck.add(f"{stack.fleet}-1")
     world.cloud.destroy = lambda *_: True
