@@ -71,9 +71,6 @@ def test_a_stack_is_made_repaired_and_ended_in_a_bucket(in_bucket):
     assert (name, "demo-1") in {known[:2] for known in state_file.stacks()}
     store = location.current().state
     lock = f"{state_file.lock_prefix(name, 'demo-1')}of-a-dead-process.json"
-    note = process.note(1 << 22)  # an engine of this machine leaves one, which is how its locks are told from others'
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.touch()
     mine = {"username": pwd.getpwuid(os.getuid()).pw_name, "hostname": socket.gethostname()}
     ended = next(process.note(0).parent.iterdir())  # of the CLIs that this machine has had
     then = datetime.fromtimestamp(float(ended.read_text().split()[0]) + 0.01, UTC).isoformat()
