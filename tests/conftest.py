@@ -171,6 +171,7 @@ def wanted_stories(request: pytest.FixtureRequest) -> list[Any]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "story(name): judges what is told beside others' stories; counts as slow")
+    config.addinivalue_line("markers", "together(name): shares what is slow with others of its file; drawn as one")
     config.addinivalue_line("markers", "drawn(label, *sources): `make test` draws among the cases; see tests/draw.py")
     config.stash[DRAWING] = drawing = draw.of_session(config, _absent)
     config.pluginmanager.register(drawing)

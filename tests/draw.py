@@ -12,7 +12,8 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 
 Slow tests are points, too, although each says something different: a third of all tests takes nearly all of the time.
 `slow.txt` names them, and fixtures that take longer than all tests of a file that share them: those tests are a single
-point, for one of them takes as long as all. A change of a test's file draws it, and a change of what SERVES names draws
+point, for one of them takes as long as all. So are tests of a file that `together(name)` marks, which share what the
+first of them makes. A change of a test's file draws it, and a change of what SERVES names draws
 all that serves it. Else an eighth of each folder is drawn, and an eighth of all whole stories, which stand for no
 folder of the code alone. A test that the list lacks is run; `make test-all` writes the list anew. Run always are those
 of ALWAYS and of `sole.txt`: they alone pass lines and branches of which something would be missed most days. `make
@@ -240,7 +241,7 @@ class Drawing:
         folders: dict[str, list[pytest.Item]] = {}
         for item in items:
             own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
-            slow = points[item] in known or item.get_closest_marker("story")
+            slow = points[item] in known or item.get_closest_marker("story") or item.get_closest_marker("together")
             runs = item.nodeid in always or item.nodeid.startswith(ALWAYS)
             if slow and not own and not runs and not self._absent(item):
                 folder = item.nodeid.partition("::")[0].rpartition("/")[0]
@@ -288,13 +289,15 @@ class Drawing:
         return itertools.chain.from_iterable(tests.values())
 
 
-def shared(test: str, fixture: str) -> str:
-    """What `slow.txt` calls a fixture that is made once for all tests of a file."""
-    return f"{test.partition('::')[0]}::{fixture}"
+def shared(test: str, name: str) -> str:
+    """What `slow.txt` calls a fixture that is made once for all tests of a file; also the point of `together(name)`."""
+    return f"{test.partition('::')[0]}::{name}"
 
 
 def _point(item: pytest.Item, known: Collection[str]) -> str:
     """What is drawn as one: tests that share what is slow, or the test."""
+    if mark := item.get_closest_marker("together"):
+        return shared(item.nodeid, mark.args[0])
     fixtures = (shared(item.nodeid, name) for name in getattr(item, "fixturenames", ()))
     return next((name for name in fixtures if name in known), item.nodeid)
 

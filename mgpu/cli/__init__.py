@@ -10,8 +10,9 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from mgpu_train.system import collector
 
-from mgpu import __version__, collector
+from mgpu import __version__
 
 if TYPE_CHECKING:
     from mgpu.errors import MgpuError

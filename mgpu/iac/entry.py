@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from mgpu import collector
+from mgpu_train.system import collector
 
 _FOLDERS = ("pulumi", "pulumi.runtime", "pulumi.runtime.proto")
 

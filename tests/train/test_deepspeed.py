@@ -34,6 +34,7 @@ LM: dict[str, Any] = {
     "task": "lm", "seq_len": 16, "precision": "bf16", "lr": 6e-3,
     "model": {"layers": 2, "dim": 32, "heads": 2, "tied": True},
 }  # fmt: skip
+STAGES = {stage: pytest.param(stage, marks=pytest.mark.together(f"stage {stage}")) for stage in ZERO}
 BAD = {"loss": "zero_stages:BadLoss", "gradient": "zero_stages:BadGradient", "weight": "zero_stages:NoWeight"}
 Stories = dict[int, dict[str, dict[str, Any]]]
 
@@ -95,7 +96,7 @@ def told(trained: Callable[[str], SimpleNamespace], name: str, *keys: str, kind:
     return [line[key] for line in story.lines if line["kind"] == kind for key in keys]
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 def test_each_stage_trains_as_replicas_do_and_tells_the_same(trained, stage):
     for kind, keys in (("step", ("loss", "error", "grad_norm", "lr")), ("validation", ("loss", "error"))):
         expected = told(trained, "ddp", *keys, kind=kind)
@@ -103,27 +104,27 @@ def test_each_stage_trains_as_replicas_do_and_tells_the_same(trained, stage):
     assert max(told(trained, "ddp", "grad_norm")) > 1, "clipped"
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 def test_a_language_model_in_16_bits_with_tied_weights_trains_as_by_replicas(trained, stage):
     for kind in ("step", "validation"):
         expected = told(trained, "ddp-lm", "loss", kind=kind)
         assert told(trained, f"zero-{stage}-lm", "loss", kind=kind) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 def test_training_goes_on_bit_by_bit(trained, same_bits, stage):
     assert told(trained, f"zero-{stage}-on", "loss") == told(trained, f"zero-{stage}", "loss")[3:]
     same_bits(*(trained(f"zero-{stage}{each}").home / "checkpoints" / "step-5" for each in ("", "-on")))
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 @pytest.mark.parametrize("how", ["zero-{}-by-3", "zero-{}-from-fsdp", "fsdp-from-zero-{}"])
 def test_another_number_of_ranks_or_strategy_goes_on_from_its_checkpoint_and_it_from_theirs(trained, stage, how):
     expected = told(trained, "ddp", "loss", "grad_norm")[2 * 3 :]
     assert told(trained, how.format(stage), "loss", "grad_norm") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 @pytest.mark.parametrize("what", BAD)
 def test_a_step_that_is_not_finite_changes_nothing(trained, stage, what):
     expected, steps = told(trained, f"ddp-{what}", "loss"), told(trained, f"ddp-{what}", "step")
@@ -132,26 +133,26 @@ def test_a_step_that_is_not_finite_changes_nothing(trained, stage, what):
     assert told(trained, f"zero-{stage}-{what}", "loss") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [STAGES[1], STAGES[2]])
 def test_the_average_of_parameters_is_that_of_replicas_and_goes_on(trained, same_bits, stage):
     expected = told(trained, "ddp-ema", "ema_loss", kind="validation")
     assert told(trained, f"zero-{stage}-ema", "ema_loss", kind="validation") == pytest.approx(expected, rel=1e-5)
     same_bits(*(trained(f"zero-{stage}-ema{each}").home / "checkpoints" / "step-5" for each in ("", "-on")))
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 def test_a_parameter_without_a_dimension_is_refused_by_its_name(trained, stage):
     assert "`gain`" in trained(f"zero-{stage}-scalars").error
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 def test_a_checkpoint_that_the_model_itself_refuses_is_not_gone_on_from(trained, stage):
     """As adapters refuse one that was learned for other weights."""
     assert not trained(f"zero-{stage}-base").error
     assert trained(f"zero-{stage}-other-base").error == "it is of another base"
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("stage", STAGES.values())
 def test_no_group_of_deepspeeds_own_waits_longer_for_a_rank_than_any_other(trained, stage):
     assert json.loads((trained(f"zero-{stage}").home / "limits").read_text()) == []
 

@@ -31,6 +31,7 @@ from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.strategies import precision
+from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.tasks.base import Layout, Loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +41,38 @@ TINY = ModelConfig(layers=2, dim=32, heads=2)
 
 def target(**given) -> CheckpointTarget:
     return CheckpointTarget(to="file:///x", writers="all", **given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared"),
+    [
+        ({"pipeline": 2, "replicate": 1, "shard": 2, "tensor": 2}, ["shard"]),
+        ({"pipeline": 1, "replicate": 2, "shard": 2, "tensor": 2}, ["replicate", "shard"]),
+    ],
+)
+def test_shards_have_no_all_reduce_among_one_copy_of_the_model(monkeypatch, sizes, shared):
+    meshes: list[Any] = []
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard", lambda _module, *, mesh, mp_policy: meshes.append(list(mesh.sizes))
+    )
+    place: Any = SimpleNamespace(
+        mesh=Mesh(sizes), gather=lambda value: [value], device=torch.device("cpu"), world_size=8
+    )
+    Shards(place, precision.POLICIES["fp32"]).apply(nn.Sequential(nn.Linear(2, 2)), Layout(blocks=("0",)))
+    assert meshes == [shared, shared]
+
+
+class Mesh:
+    """A device mesh without ranks: how many there are, by dimension."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        return Mesh({name: self.sizes[name] for name in ((names,) if isinstance(names, str) else names)})
+
+    def size(self) -> int:
+        return math.prod(self.sizes.values())
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("tf32", True), ("bf16", True)])

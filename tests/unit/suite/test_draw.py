@@ -217,6 +217,7 @@ import draw, pytest
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "drawn(label, *sources)")
+    config.addinivalue_line("markers", "together(name)")
     config.pluginmanager.register(draw.of_session(config, lambda item: "[absent" in item.nodeid))
 """
 TESTS = """
@@ -267,6 +268,16 @@ def test_share(made, number): ...
 
 @pytest.mark.parametrize("number", [0])
 def test_quick(number): ...
+"""
+
+TOGETHER = """
+import pytest
+
+STAGES = [pytest.param(stage, marks=pytest.mark.together(f"stage {stage}")) for stage in range(3)]
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage(stage, number): ...
 """
 
 
@@ -390,6 +401,16 @@ def test_tests_that_share_what_is_slow_are_drawn_together(slow):
         printed = lines(slow, "one", MGPU_DRAW=str(number))
         assert len(passed(printed, "test_share")) in drawn
         assert len(passed(printed, "test_quick")) == 9, "the one beside them needs nothing slow"
+
+
+def test_tests_that_are_marked_as_sharing_what_is_slow_are_drawn_together(slow):
+    (slow / "one" / "test_marked.py").write_text(TOGETHER)
+    due = draw.ROUND + draw._hash("one/test_marked.py::stage 0") % draw.ROUND
+    for number, first in ((due, {4}), (due + 1, {0, 4})):
+        drawn = passed(lines(slow, "one/test_marked.py", MGPU_DRAW=str(number)), "test_stage")
+        stages = [sum(f"[{stage}-" in name for name in drawn) for stage in range(3)]
+        assert stages[0] in first, "though no list names them"
+        assert {*stages} == {0, 4}, "each for itself"
 
 
 def test_what_alone_passes_lines_is_run_always_and_not_drawn_among(slow):

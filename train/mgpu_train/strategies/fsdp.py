@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mgpu_train.health.hardware import free_bytes
 from mgpu_train.strategies.base import Strategy
@@ -28,7 +29,7 @@ class Sharding(Strategy):
         whole = sum(4 * parameter.numel() for parameter in model.parameters())
         self._keeps = all(self.place.gather(whole <= KEPT_SHARE * self._memory()))
         policy = MixedPrecisionPolicy(param_dtype=self.policy.low, reduce_dtype=torch.float32)
-        mesh = self.place.mesh and self.place.mesh["replicate", "shard"]
+        mesh = self._mesh()
         for block in (*map(model.get_submodule, layout.blocks), model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         self._shared = True
@@ -39,6 +40,14 @@ class Sharding(Strategy):
         if self._shared:
             model.set_requires_gradient_sync(reduce or not self._keeps)  # type: ignore[operator] - FSDPModule's
         return super().forward_pass(model, reduce=reduce)
+
+    def _mesh(self) -> DeviceMesh | None:
+        """With a dimension of copies only where there are several: else each block's gradients have an all-reduce among
+        one rank, and DTensor looks at several times as many ways of each new operation, which is half of a start."""
+        mesh = self.place.mesh
+        if mesh is None:
+            return None
+        return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
 
     def _memory(self) -> float:
         """Bytes that this rank's device has."""

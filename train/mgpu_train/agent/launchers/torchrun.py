@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from mgpu_train.agent.machine import procs
 from mgpu_train.health import processors
 from mgpu_train.names import FAILURE_FILE, PREFLIGHT
+from mgpu_train.system import collector
 
 ACCELERATE = "accelerate"  # the first word
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # torchrun's own
@@ -40,6 +41,7 @@ _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
 def main() -> int:
     """Runs torchrun; returns the exit code."""
     target, meeting = os.environ.pop(FAILURE_FILE, ""), os.environ.pop(PREFLIGHT, "")  # ranks are not to have them
+    collector.seldom()
     from torch.distributed import run  # sets its loggers' levels, which are set after it
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

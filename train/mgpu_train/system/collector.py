@@ -1,7 +1,8 @@
 """How often Python looks for reference cycles, in processes that import much and live for a command.
 
 Imports make hundreds of thousands of objects and no garbage, which the collector goes through again and again: a
-seventh of the CPU time that the plug-in needs until it can begin, a twelfth of that of `mgpu attach` (CPython 3.11).
+seventh of the CPU time that the plug-in needs until it can begin, a twelfth of that of `mgpu attach` and of torchrun's
+import of torch (CPython 3.11).
 """
 
 from __future__ import annotations
