@@ -2,13 +2,13 @@
 
 `python -m forks FD MODULE ...` is the server, which `Forks` starts with the first process. All workers of a run share
 it; it ends with the last of them. What it forks is a process of its own, with an environment, a folder, arguments,
-input and output of its own; /proc alone shows the server's command line and environment for it, so who looks for
-processes by those starts real ones.
+input and output of its own, by which /proc knows it, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import fcntl
 import functools
@@ -31,44 +31,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stand_in
+from stand_in import Forked
+
+SERVER = "MGPU_TESTS_SERVER"  # where the server listens, in its own environment while it imports
+_ROOM = " " * (1 << 16)  # bytes that /proc shows of a process's arguments, and of its environment
 _START_S = 120.0  # for all that is imported, on a busy machine
 _SHARED = "MGPU_TESTS_FORKS"
 _TESTS = Path(__file__).parent
 _MEASURES = "mgpu_coverage_hook"  # scripts/measure_coverage.py
-
-
-class Forked:
-    """A process like `subprocess.Popen`'s, as far as a test asks."""
-
-    def __init__(self, pid: int, ends: int) -> None:
-        self.pid, self._ends = pid, ends
-        self.returncode: int | None = None
-
-    def __del__(self) -> None:
-        os.close(self._ends)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code, or -signal.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
-        if self.returncode is None:
-            if not select.select([self._ends], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self.returncode = int(os.read(self._ends, 16) or -signal.SIGKILL)  # nothing: the server is gone
-        return self.returncode
-
-    def send_signal(self, signum: int) -> None:
-        """Sends nothing to one that has ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        if self.returncode is None:
-            os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
-        self.send_signal(signal.SIGKILL)
 
 
 class Forks:
@@ -93,23 +64,19 @@ class Forks:
         session of its own. `env` is the whole environment; without `stdin` there is no input."""
         said = {"what": str(what), "script": isinstance(what, Path), "arguments": [str(each) for each in arguments]}
         said |= {"env": dict(env), "cwd": str(cwd or Path.cwd())}
-        said["test"] = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-        ends, told = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
         try:
             with self._lock:
-                control = self._running()
-                control.sendall(b"%12d" % len(request := json.dumps(said).encode()))
-                socket.send_fds(control, [request], [null, stdout, stderr, told])
-                pid = int(control.recv(16) or 0)
+                return stand_in.ask(self._running(), said, [null, stdout, stderr])
         finally:
-            os.close(told)
             if stdin is None:
                 os.close(null)
-        if not pid:
-            os.close(ends)
-            raise RuntimeError(f"the server that has imported {', '.join(self._modules)} has ended")
-        return Forked(pid, ends)
+
+    def behind(self, program: Path | str) -> tuple[str, ...]:
+        """The words that run this program, which arguments may follow: it is forked, and a process where they are typed
+        stands for it. The server lives as long as this object."""
+        with self._lock:
+            return sys.executable, stand_in.__file__, self._running().getpeername(), str(program)
 
     def run(
         self,
@@ -163,8 +130,8 @@ class Forks:
                     listener.bind(str(address))
                     listener.listen(64)
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", "forks", str(listener.fileno()), *self._modules],
-                        env={**os.environ, **env},
+                        [sys.executable, "-m", "forks", str(listener.fileno()), *self._modules, _ROOM],
+                        env={**os.environ, **env, SERVER: str(address), "MGPU_TESTS_ROOM": _ROOM},
                         cwd=_TESTS,
                         stdin=subprocess.DEVNULL,
                         pass_fds=[listener.fileno()],
@@ -263,12 +230,15 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     tempfile.tempdir = None  # the server's, if it has asked for it
-    os.chdir(said["cwd"])
     what = said["what"]
     sys.argv = [what, *said["arguments"]]
     sys.path[:0] = [path for path in said["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     code: object = 1
     try:
+        _show([sys.executable, *sys.argv], [f"{name}={value}" for name, value in said["env"].items()])
+        if "behind" in said:
+            _stand_behind(said["behind"])
+        os.chdir(said["cwd"])
         if said["script"]:
             sys.path.insert(0, str(Path(what).parent))
             runpy.run_path(what, run_name="__main__")
@@ -287,8 +257,37 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def _show(arguments: Sequence[str], environment: Sequence[str]) -> None:
+    """Has /proc show these for this process, where the server's were: it reads them from the process's memory."""
+    bounds = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])  # proc(5): 48 to 51
+    for words, begins, ends in zip((arguments, environment), bounds, bounds, strict=True):
+        shown = b"".join(os.fsencode(word) + b"\0" for word in words)
+        if len(shown) > ends - begins:
+            raise ValueError(f"{len(shown)} bytes of arguments or environment are more than there is room for")
+        ctypes.memmove(begins, shown.ljust(ends - begins, b"\0"), ends - begins)
+
+
+def _stand_behind(pid: int) -> None:
+    """In the namespaces of the process that stands for this one, with its parent, and no longer than it lives."""
+    lives = os.pidfd_open(pid)
+    for kind in ("net", "uts", "mnt"):
+        theirs = Path(f"/proc/{pid}/ns/{kind}")
+        if not theirs.samefile(f"/proc/self/ns/{kind}"):
+            with theirs.open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"it cannot enter {theirs}")
+    os.getppid = lambda: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def end_with_it() -> None:
+        select.select([lives], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
+
+
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
+    del os.environ["MGPU_TESTS_ROOM"]
+    for name in sys.argv[2:-1]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each process goes through what all share, and copies it: 0.2 s

@@ -1,5 +1,5 @@
-"""`mgpu` as its users type it, forked by a server that has imported what most commands import: for tests that ask for
-its answer. Who kills it, or looks for it in /proc, starts a real one.
+"""`mgpu` as its users type it, forked by a server that has imported what most commands import, and so is what its
+engine starts of ours. Who looks for `mgpu` in /proc starts a real one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ checkpoint: none
 secrets: [TOKEN]
 """
 
-_FORKS = Forks(
-    *("mgpu.__main__", "mgpu.cli.launch", "mgpu.run.lifecycle.launch", "mgpu.providers.local.provider"),
-    *("mgpu_train.store.disk", "rich.table"),
+FORKS = Forks(
+    *("mgpu.__main__", "mgpu.cli.launch", "mgpu.cli.reconcile", "mgpu.cli.results", "mgpu.schedule.reconcile"),
+    *("mgpu.run.lifecycle.launch", "mgpu.run.lifecycle.attach", "mgpu.run.view", "mgpu.spec.load"),
+    *(
+        "mgpu.providers.local.provider",
+        "mgpu.providers.aws.provider",
+        "mgpu_train.store.disk",
+        "mgpu_train.store.s3",
+        "boto3",
+        "rich.table",
+    ),
+    "fakes.pulumi_programs",
 )
 
 
@@ -33,7 +42,7 @@ def mgpu(*words: str, folder: Path, env: Mapping[str, str], timeout: float) -> s
     Raises:
         subprocess.TimeoutExpired: it ran for longer, in seconds, and was killed.
     """
-    return _FORKS.run("mgpu.__main__", words, env, cwd=folder, timeout=timeout)
+    return FORKS.run("mgpu.__main__", words, env, cwd=folder, timeout=timeout)
 
 
 def needs_secret(folder: Path, more: str = "") -> None:

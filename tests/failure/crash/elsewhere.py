@@ -16,6 +16,8 @@ import socket
 import sys
 from pathlib import Path
 
+import stand_in
+from fakes.pulumi_programs import SERVER
 from mgpu_train.agent.machine import procs
 
 from mgpu.iac.engine import operations
@@ -59,7 +61,7 @@ def _carriers(mark: str) -> dict[str, list[procs.Process]]:
 _all_carriers, procs.carriers = procs.carriers, _carriers
 shared._space = lambda: "elsewhere"
 _command = supervisors._command
-supervisors._command = lambda *need: [sys.executable, "-P", __file__, *_command(*need)[3:]]
+supervisors._command = lambda *need: [sys.executable, "-P", stand_in.__file__, SERVER, __file__, *_command(*need)[3:]]
 
 if __name__ == "__main__":
     if host := os.environ.pop("MGPU_HOST", ""):  # what it starts is there already

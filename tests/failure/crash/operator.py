@@ -153,7 +153,10 @@ def install(points: Points) -> None:
         return number
 
     journal.Journal.append = journalled
-    record.save = seams.wrap(record.save, lambda *_, **__: "record.save")
+    save, watched = record.save, seams.wrap(record.save, lambda *_, **__: "record.save")
+    for module in list(sys.modules.values()):  # the server that has forked this has imported those who save
+        if vars(module).get("save") is save:
+            vars(module)["save"] = watched
     CliProcess.run = seams.engine(CliProcess.run)
     seams.all_of(LocalProvider, _public(Provider), lambda name, *_, **__: name)
     stores: list[type] = [FileStore]
@@ -197,6 +200,6 @@ if __name__ == "__main__":
     option, value, _, *command = sys.argv[1:]
     wanted = {"--points": {"write": Path(value)}, "--die-at": {"die_at": value}, "--stop-at": {"stop_at": value}}
     install(Points(**{"write": None, **wanted[option]}))
-    from mgpu.cli import main  # only now: what imports `save` gets the one that is watched
+    from mgpu.cli import main
 
     main(command)

@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 from fakes import gateway
+from fakes.command import FORKS
 from fakes.relay import Relay
-from forks import Forks
 
 from mgpu.iac.engine import operations
 
@@ -49,11 +49,6 @@ ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|de
 DEAR = 64  # one in so many is drawn: each takes two machines and two engines
 # what another host does not have of the first one's: its project, its configuration, its state but the rented machines
 NOT_HERE = ("mine", "config", "state/mgpu/backends")
-OTHERS = Forks(
-    *("mgpu.__main__", "mgpu.cli.reconcile", "mgpu.cli.results", "mgpu.schedule.reconcile"),
-    *("mgpu.run.lifecycle.attach", "mgpu.run.view", "mgpu.spec.load", "mgpu.providers.local.provider"),
-    *("mgpu_train.store.s3", "boto3", "rich.table"),
-)
 
 
 @dataclass
@@ -90,13 +85,9 @@ def world_of(new_world, name, lease_s=LEASE_S, **variables):
 
 
 def launch(world, option, value):
-    command = [sys.executable, "-P", str(OPERATOR), option, str(value), "--", "launch", "--yes"]
-    process = world.start(*command)
-    try:
-        _, err = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    return process.returncode, err
+    words = (option, value, "--", "launch", "--yes")
+    done = FORKS.run(OPERATOR, words, world.env, cwd=world.project, timeout=600)
+    return done.returncode, done.stderr
 
 
 def moments_of_launch(world) -> list[list[str]]:
@@ -332,10 +323,12 @@ def cut_off(world, story: Story, bucket: Bucket) -> Story:
     relay, theirs = bucket.cut_off(world)
     there, stopped, said = another_machine(world, "another"), world.root / "stopped", world.root / "said"
     point = story.names[0].removesuffix(CUT)
-    command = [sys.executable, "-P", str(OPERATOR), "--stop-at", point, "--", "launch", "--yes"]
+    words = ("--stop-at", point, "--", "launch", "--yes")
     environment = {**world.env, **theirs, "MGPU_STOPPED": str(stopped)}
     with said.open("w") as quiet, closing(relay):
-        process = subprocess.Popen(command, cwd=world.project, env=environment, stdout=quiet, stderr=quiet)
+        process = FORKS.start(
+            OPERATOR, words, environment, stdout=quiet.fileno(), stderr=quiet.fileno(), cwd=world.project
+        )
         try:
             world.wait(lambda: stopped.exists() or process.poll() is not None, 120)
             relay.cut()
@@ -365,11 +358,8 @@ def elsewhere(world, there: Path, *words: str, die_at: str = "") -> subprocess.C
     folders = {f"XDG_{kind.upper()}_HOME": str(there / kind) for kind in ("state", "config")}
     host = {"MGPU_HOST": there.name, "MGPU_NOT_HERE": os.pathsep.join(str(world.root / own) for own in NOT_HERE)}
     env = world.env | folders | host
-    if not die_at:
-        return OTHERS.run(ELSEWHERE, words, env, cwd=there, timeout=600)
-    command = [sys.executable, "-P", str(ELSEWHERE), *words]  # where points are put in before anything is imported
-    env |= {"MGPU_DIE_AT": die_at}
-    return subprocess.run(command, cwd=there, env=env, capture_output=True, text=True, timeout=600, check=False)
+    env |= {"MGPU_DIE_AT": die_at} if die_at else {}
+    return FORKS.run(ELSEWHERE, words, env, cwd=there, timeout=600)
 
 
 def another_machine(world, name: str) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes.aws.fake import FOREIGN, HOME_REGION, FakeAws
+from fakes.command import FORKS
 
 MGPU = str(Path(sys.executable).with_name("mgpu"))
 BUCKET = "mgpu-of-this-test"
@@ -96,10 +97,10 @@ class Operator:
         run = self.run()
         return bool(run) and run.get("node_phases") == ["training"] * run["nodes"]
 
-    def start(self, *words: str, program: tuple[str, ...] = (MGPU,)) -> subprocess.Popen[str]:
+    def start(self, *words: str, program: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         """Begins `mgpu`, or another program, with these arguments."""
         return subprocess.Popen(
-            [*self.aws.prefix, *program, *words],
+            [*self.aws.prefix, *(program or FORKS.behind(MGPU)), *words],
             cwd=self.folder,
             env=self.env,
             stdin=subprocess.DEVNULL,
@@ -108,7 +109,7 @@ class Operator:
             text=True,
         )
 
-    def mgpu(self, *words: str, seconds: float = 180, program: tuple[str, ...] = (MGPU,)) -> Done:
+    def mgpu(self, *words: str, seconds: float = 180, program: tuple[str, ...] = ()) -> Done:
         """`mgpu`, or another program, with these arguments, to its end. Raises subprocess.TimeoutExpired."""
         process = self.start(*words, program=program)
         try:

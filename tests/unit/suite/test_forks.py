@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import forks
@@ -18,6 +19,19 @@ from mgpu_train.agent.machine import procs
 from waiting import until
 
 PARENT = "import os; print(os.getppid())"
+BEHIND = """
+import os, signal, sys, time
+
+def said(what):
+    print(what, flush=True)
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+parent = os.getppid()
+said(f"{os.getpid()} {parent} {os.environ['OF']} {sys.argv[1]} {os.uname().nodename}")
+while os.getppid() == parent:
+    time.sleep(0.01)
+said("orphaned")
+"""
 HANGS = """
 import os, signal
 
@@ -63,6 +77,74 @@ def test_a_server_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
     with pytest.raises((RuntimeError, ConnectionError)):
         server(before, tmp_path)
     server(Forks("json"), tmp_path)
+
+
+def test_who_looks_in_proc_finds_what_is_forked_by_its_own_words_and_environment(tmp_path: Path):
+    looks = tmp_path / "looks.py"
+    looks.write_text(
+        "for of in 'cmdline', 'environ': print(*open(f'/proc/self/{of}').read().rstrip('\\0').split('\\0'))"
+    )
+    env = {"OF": "its_own", "LONG": "x" * 20_000}
+    done = Forks("json").run(looks, ("--a", "word"), env, cwd=tmp_path, timeout=30)
+    assert done.stdout.splitlines() == [f"{sys.executable} {looks} --a word", f"OF=its_own LONG={env['LONG']}"]
+
+
+def test_an_environment_that_cannot_be_shown_is_refused(tmp_path: Path):
+    (tmp_path / "runs.py").write_text("print('it runs')")
+    done = Forks("json").run(tmp_path / "runs.py", (), {"LONG": "x" * 100_000}, cwd=tmp_path, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "more than there is room for" in done.stderr
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], list[str]]]]:
+    """Starts BEHIND, with a process that stands for it, and reads its first words: its pid, its parent's and so on."""
+    (tmp_path / "behind.py").write_text(BEHIND)
+    of = Forks("json")
+    words = of.behind(tmp_path / "behind.py")
+
+    def start(*prefix: str) -> tuple[subprocess.Popen[str], list[str]]:
+        command = [*prefix, *words, "word"]
+        env = {**os.environ, "OF": "its_own"}
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
+        stack.callback(process.kill)
+        assert process.stdout
+        return process, process.stdout.readline().split()
+
+    with ExitStack() as stack:
+        yield start
+
+
+def test_a_process_that_stands_for_a_forked_one_is_told_apart_by_its_number_alone(behind):
+    process, (pid, *words) = behind()
+    assert int(pid) != process.pid
+    assert words == [str(os.getpid()), "its_own", "word", os.uname().nodename]
+    process.terminate()
+    assert process.wait(30) == 7
+
+
+def test_it_ends_as_the_forked_one_does(behind):
+    process, (pid, *_) = behind()
+    os.kill(int(pid), signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_the_forked_one_ends_with_it(behind):
+    process, (pid, *_) = behind()
+    process.kill()
+    until(lambda: procs.of(int(pid)) is None)
+    assert process.communicate()[0] == ""
+
+
+def test_the_forked_one_hears_that_the_parent_of_both_has_died(behind):
+    process, _ = behind("sh", "-c", '"$@" & wait', "sh")
+    process.kill()
+    assert process.communicate(timeout=30)[0] == "orphaned\n"
+
+
+def test_the_forked_one_is_on_the_machine_of_who_stands_for_it(behind, namespaces):
+    _, (*_, host) = behind("unshare", "--uts", "--mount", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh")
+    assert host == "elsewhere"
 
 
 def test_ranks_that_hang_say_where_each_of_them_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
