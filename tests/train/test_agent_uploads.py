@@ -81,6 +81,7 @@ class Node:
     def save(self, *steps: int) -> None:
         for step in steps:
             (self.folder / f"step-{step}").mkdir()
+            (self.folder / f"step-{step}" / "model.pt").touch()
 
     @property
     def here(self) -> list[str]:
@@ -518,6 +519,21 @@ def test_a_bug_in_the_uploads_is_seen(tmp_path):
     node.uploads.run()
     assert node.status.problem == "the uploads ended: ZeroDivisionError: oops"
     assert node.said == ["checkpoint: the uploads ended: ZeroDivisionError: oops"]
+
+
+def test_a_folder_that_is_made_before_what_it_will_hold_is_waited_for_while_the_program_runs(tmp_path, until):
+    """It would be given up as a checkpoint without a file, and what is written there then be in no store."""
+    node = Node(FakeDepot(Shared(1), 0), tmp_path / "n")
+    inner = node.folder / "step-1" / "global_step1"
+    inner.mkdir(parents=True)
+    node.uploads.start()
+    until(lambda: len(node.looks) > 3)
+    assert node.checkpoint_store.tries == []
+    (inner / "model.pt").touch()
+    until(lambda: node.status.committed_step == 1)
+    (node.folder / "step-2").mkdir()
+    drained(node)
+    assert node.checkpoint_store.tries == [1, 2], "nothing more will come: what is wrong with it is told"
 
 
 def test_a_program_that_writes_under_the_final_name_is_told_once(tmp_path):

@@ -7,10 +7,12 @@ import errno
 import json
 import math
 import os
+import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from mgpu_train import engines
@@ -30,6 +32,7 @@ from mgpu_train.optim import base as optim
 from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
+from mgpu_train.step import set_streams
 from mgpu_train.strategies import precision
 from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.tasks.base import Layout, Loss
@@ -424,6 +427,28 @@ class TestBuffers:
         for step in (1, 2):
             engine.gradients([torch.randn(4, 4)])
             assert model.num_batches_tracked == step
+
+
+def test_nothing_is_drawn_for_the_pass_in_which_stages_meet():
+    """An attempt begins with it at any step: what is trained after a resume does not depend on that."""
+    from mgpu_train.engines.pipelined import Pipelined  # 0.3 s
+
+    drawn = list[tuple[float, ...]]()
+
+    def passes(_batches: list[Any]) -> Sums:
+        drawn.append((torch.rand(()).item(), np.random.rand(), random.random()))
+        return Sums()
+
+    for met in (False, True):
+        engine: Any = Pipelined.__new__(Pipelined)
+        engine.strategy = SimpleNamespace(place=SimpleNamespace(stage=1))
+        engine.optimizers = SimpleNamespace(zero_grad=lambda: None)
+        engine._buffers, engine._scale, engine._met = Buffers(nn.Identity()), None, met
+        engine._gradients, engine._agreed = passes, lambda sums: sums
+        set_streams(seed=1, step=7, copy=0)
+        engine.gradients([])
+    assert len(drawn) == 3
+    assert drawn[1] == drawn[2]
 
 
 def test_stages_draw_their_own_and_a_task_draws_the_same_on_the_first_and_the_last():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 from mgpu_train.checkpoint.log.manifest import FileEntry, PackEntry, Sidecar
 from mgpu_train.checkpoint.newest import newest_verified
+from mgpu_train.checkpoint.transfer import part as transfer_part
 from mgpu_train.checkpoint.transfer.part import Unkeepable
 from mgpu_train.checkpoint.transfer.upload import assemble, gather, upload_part
 from mgpu_train.checkpoint.transfer.verify import verify
-from mgpu_train.store import Ambiguous, Changed, Damaged, StoreError, Unavailable, disk
+from mgpu_train.store import Ambiguous, Changed, Damaged, NotFound, StoreError, Unavailable, disk
 
 PART = "run-1/checkpoints/a001-step-10/node-0"
 
@@ -202,6 +204,47 @@ def test_a_folder_that_is_written_under_its_name_is_uploaded_once_that_has_ended
         run.upload(0, 10)
     assert run.plain.stat("run-1/checkpoints/a001-step-10/node-0.json") is None
     assert "late.pt" in {file.path for file in run.upload(0, 10).files}
+
+
+@pytest.mark.parametrize("size", [5, 2 << 20], ids=["packed", "alone"])
+@pytest.mark.parametrize("at", ["list", "put"])
+def test_a_file_that_is_renamed_within_a_folder_that_has_its_name_was_written_meanwhile(run, size, at):
+    """Many programs write `x.tmp`, and rename it: no file is missing then, it has another name."""
+    aside = run.folder(0, 10) / "late.tmp"
+    aside.write_bytes(b"x" * size)
+
+    def rename(operation, _key):
+        if operation.startswith(at) and aside.exists():
+            aside.rename(aside.with_suffix(".pt"))
+
+    run.store.before = rename
+    with pytest.raises(Changed, match="step-10 was changed while it was uploaded"):
+        run.upload(0, 10)
+    assert "late.pt" in {file.path for file in run.upload(0, 10).files}
+
+
+def test_a_file_that_goes_while_a_folder_is_listed_was_written_meanwhile(run, monkeypatch):
+    aside = run.folder(0, 10) / "late.tmp"
+    aside.touch()
+    entries = transfer_part._entries
+
+    def listed(folder, above):
+        for path, entry in list(entries(folder, above)):
+            aside.unlink(missing_ok=True)
+            yield path, entry
+
+    monkeypatch.setattr(transfer_part, "_entries", listed)
+    with pytest.raises(Changed, match="step-10 was changed while it was uploaded"):
+        run.upload(0, 10)
+    run.upload(0, 10)
+
+
+def test_a_folder_that_is_gone_was_not_written_meanwhile(run):
+    """It does not come back: nobody waits for that."""
+    folder = run.folder(0, 10)
+    run.store.before = lambda operation, _key: shutil.rmtree(folder, ignore_errors=True)
+    with pytest.raises(NotFound, match="there is no such file"):
+        run.upload(0, 10)
 
 
 def test_too_many_files_are_refused(run, monkeypatch):

@@ -52,13 +52,14 @@ def end(
 ) -> bool:
     """Ends what `find` finds, until it finds nothing: SIGTERM at first, after `term_s` seconds SIGKILL.
 
-    Returns False when something is left `kill_s` seconds after that (uninterruptible I/O).
+    Returns False when something is left `kill_s` seconds after that: in uninterruptible I/O, or another user's.
     """
     warned, deadline = set[Process](), time.monotonic() + term_s
     while time.monotonic() < deadline and (processes := find()):
         for process in set(processes) - warned:
-            process.send(signal.SIGTERM)
-            process.send(signal.SIGCONT)  # a stopped process would never see the SIGTERM
+            with suppress(PermissionError):  # another user's (`sudo`): `kill_all` knows them, too
+                process.send(signal.SIGTERM)
+                process.send(signal.SIGCONT)  # a stopped process would never see the SIGTERM
             warned.add(process)
         time.sleep(_POLL_S)
         reap()

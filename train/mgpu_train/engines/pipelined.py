@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -54,9 +56,11 @@ class Pipelined(Plain):
         return self._agreed(self._gradients(given))
 
     def _part_streams(self, seed: int) -> None:
-        """Each stage draws its own, so that no two drop the same values."""
+        """Each stage draws its own, so that no two drop the same values; by NumPy and `random` only tasks do."""
         self._seed, self._ran = seed, 0
         torch.manual_seed(mix(seed, self.strategy.place.stage) >> 1)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
 
     @contextmanager
     def _stream(self, number: int) -> Iterator[None]:

@@ -215,13 +215,18 @@ class Uploads:
             # in this order: when no more will come, this look sees the last one
             final = self._draining.is_set()
             step = self.look()
-            if step > self._taken:
+            if step > self._taken and (final or self._begun(step)):
                 self._take(step, final)
             elif not final:
                 self._pause(self._times.poll_s)
         if not self._alone:
             end = Announced(self._taken, final=True)
             self._insist("announcing the end", lambda: self._checkpoint_store.announce(end), tries=5)
+
+    def _begun(self, step: int) -> bool:
+        """False for a folder that a program has made before it gathers what it will write there. One of several nodes
+        may have nothing to write."""
+        return not self._alone or any(not each.is_dir() for each in (self._folder / f"step-{step}").rglob("*"))
 
     def _follow(self) -> None:
         since: float | None = None  # when it began to wait for node 0 in the drain

@@ -17,7 +17,7 @@ from mgpu_train.checkpoint.log.manifest import MAX_FILES, MAX_PACK_BYTES, FileEn
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Load, build, loads
 from mgpu_train.store import crc, disk
-from mgpu_train.store.base import Damaged, Store, StoreError
+from mgpu_train.store.base import Changed, Damaged, Store, StoreError
 
 _THREADS = 4  # objects in flight
 _PACKS = 2  # ... of which packs, which are held in memory
@@ -124,9 +124,12 @@ def _buffers() -> SimpleQueue[mmap]:
 
 
 def files_of(folder: Path, node: int) -> list[tuple[str, int]]:
-    """The files below a folder as (path in it, bytes), by path. Raises Unkeepable; StoreError when the disk fails."""
+    """The files below a folder as (path in it, bytes), by path.
+
+    Raises Unkeepable; Changed when one of them goes meanwhile; StoreError when the folder is gone, or the disk fails.
+    """
     found: list[tuple[str, int]] = []
-    with disk.translated(f"cannot read {folder}"):
+    with disk.translated(f"cannot read {folder}"), _there(folder):
         for path, entry in _entries(folder, ""):
             if not entry.is_file(follow_symlinks=False):
                 raise Unkeepable(
@@ -140,6 +143,22 @@ def files_of(folder: Path, node: int) -> list[tuple[str, int]]:
                     f"{folder} cannot be kept: it has more than {MAX_FILES} files. Write fewer, larger ones."
                 )
     return sorted(found)
+
+
+def changed(folder: Path) -> Changed:
+    """The error for one that is written while it is read."""
+    return Changed(f"{folder} was changed while it was uploaded. A finished checkpoint never changes.")
+
+
+@contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """What is missing in a folder that is there was renamed, or deleted, since it was listed."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if folder.is_dir():
+            raise changed(folder) from error
+        raise
 
 
 def _entries(folder: str | Path, above: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

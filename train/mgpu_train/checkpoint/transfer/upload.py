@@ -23,8 +23,8 @@ from mgpu_train.checkpoint.log.manifest import (
     to_bytes,
 )
 from mgpu_train.checkpoint.transfer.pack import objects
-from mgpu_train.checkpoint.transfer.part import NodePart, Unkeepable, files_of, first_problem
-from mgpu_train.store.base import Ambiguous, Changed, Damaged, NotFound, Store, StoreError, Unavailable
+from mgpu_train.checkpoint.transfer.part import NodePart, Unkeepable, changed, files_of, first_problem
+from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
 
 
 def upload_part(
@@ -61,9 +61,11 @@ def upload_part(
     if standing is not None:
         return _same(standing, described(*part.each(part.look, files)))
     part.find()
-    made = described(*part.each(part.send, files))
-    if files_of(folder, node) != files:  # it had its name before it was whole
-        raise Changed(f"{folder} was changed while it was uploaded. A finished checkpoint never changes.")
+    try:
+        made = described(*part.each(part.send, files))
+    finally:
+        if files_of(folder, node) != files:  # it had its name before it was whole, whatever came of that
+            raise changed(folder)
     return _publish(store, run_id, made)
 
 
