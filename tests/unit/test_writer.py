@@ -186,8 +186,15 @@ def test_a_command_whose_lines_were_asked_for_ends_when_they_are_read():
         assert len(process.stderr.read()) == MUCH + 1
 
 
-def test_threads_that_print_first_at_the_same_time_have_one_writer_to_a_stream():
-    pipe = Pipe()
+def test_threads_that_print_first_at_the_same_time_have_one_writer_to_a_stream(monkeypatch):
+    pipe, begun = Pipe(), []
+
+    class Counted(writer.Writer):
+        def __init__(self, fd: int, encoding: str) -> None:
+            begun.append(fd)
+            super().__init__(fd, encoding)
+
+    monkeypatch.setattr(writer, "Writer", Counted)
     stream, together = os.fdopen(pipe.fd, "w", closefd=False), threading.Barrier(8)
 
     def first(_n: int) -> writer.Writer | None:
@@ -195,7 +202,7 @@ def test_threads_that_print_first_at_the_same_time_have_one_writer_to_a_stream()
         return writer.of(stream)
 
     with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(first, range(8)))) == 1
+        assert len(set(pool.map(first, range(8)))) == len(begun) == 1
 
 
 def test_a_state_of_a_bar_that_is_left_out_is_nothing_to_wait_for():
