@@ -175,7 +175,7 @@ class Console:
         waited for, and may never show it, unless that is to be so: `patient`.
         """
         if patient:
-            self._has_room(None)
+            writer.settle(sys.stderr)
         from rich.text import Text
 
         def show() -> None:
@@ -186,6 +186,8 @@ class Console:
             out.print(Text(shown, style=style), soft_wrap=True)
 
         self._to_stderr(show)
+        if patient:
+            writer.settle(sys.stderr)
 
     @contextmanager
     def transfer(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -407,7 +409,7 @@ class Console:
                 numbers=numbers,
             )
 
-    def _has_room(self, within_s: float | None, lines: int = 0) -> bool:
+    def _has_room(self, within_s: float, lines: int) -> bool:
         """Whether stderr takes more, as `Writer.wait`; if not, so many lines are left out."""
         out = self._writer()
         if out is None or out.wait(within_s):

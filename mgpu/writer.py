@@ -62,6 +62,8 @@ class Writer:
 
     def leave_out(self, lines: int) -> None:
         """So many lines are not written, which is said in their place."""
+        if not lines:  # a state of a bar
+            return
         with self._changed:
             newest = self._waiting[-1] if self._waiting else None
             if isinstance(newest, _Gap):
@@ -69,10 +71,10 @@ class Writer:
             else:
                 self._give(_Gap(lines), 0)
 
-    def wait(self, within_s: float | None) -> bool:
-        """Whether there is room again, at the latest `within_s` after some of what waits was taken; None: for ever."""
+    def wait(self, within_s: float) -> bool:
+        """Whether there is room again, at the latest `within_s` after some of what waits was taken."""
         with self._changed:
-            left_s = None if within_s is None else self._taken_at + within_s - time.monotonic()
+            left_s = self._taken_at + within_s - time.monotonic()
             return self._changed.wait_for(lambda: self._left <= self._most // 2, left_s)
 
     def drain(self, within_s: float | None = None) -> None:
@@ -133,8 +135,6 @@ class Writer:
             return given
 
     def _said(self, lines: int) -> bytes:
-        if not lines:
-            return b""
         what = f"  {count(lines, 'line')} left out here: nobody took them (`mgpu logs` has what nodes print)\n"
         return (_REDRAWN if self.isatty() else b"") + what.encode()
 
@@ -159,20 +159,22 @@ def _redraws(data: bytes) -> bool:
 
 
 _known: WeakKeyDictionary[TextIO, Writer] = WeakKeyDictionary()
+_first = threading.RLock()  # threads that print first at the same time; reentrant as above
 
 
 def of(stream: TextIO) -> Writer | None:
     """The one that writes to `stream`; None: a file, or nothing at all, which takes what it is given."""
-    if stream not in _known:
-        try:
-            fd = stream.fileno()
-            mode = os.fstat(fd).st_mode
-        except (OSError, ValueError):
-            return None
-        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)):
-            return None
-        _known[stream] = Writer(fd, stream.encoding)
-    return _known[stream]
+    with _first:
+        if stream not in _known:
+            try:
+                fd = stream.fileno()
+                mode = os.fstat(fd).st_mode
+            except (OSError, ValueError):
+                return None
+            if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)):
+                return None
+            _known[stream] = Writer(fd, stream.encoding)
+        return _known[stream]
 
 
 def settle(stream: TextIO) -> None:

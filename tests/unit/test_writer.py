@@ -9,8 +9,10 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import until
 
 from mgpu import console as console_module
 from mgpu import events, writer
@@ -60,6 +62,9 @@ class Pipe:
         reader.join()
         stuffing, self._stuffing = self._stuffing, 0
         return got.decode()[stuffing:].replace("<over>", "")
+
+    def taken_now(self) -> None:
+        os.read(self._reads, 1 << 20)
 
     def left(self) -> None:
         os.close(self._reads)
@@ -146,7 +151,7 @@ def test_a_reader_that_has_left_ends_nothing():
     out.drain()
     out.write("more")
     out.drain()
-    assert out.wait(None)
+    assert out.wait(0)
 
 
 def test_a_terminal_that_another_process_has_set_not_to_block_is_written_to_all_the_same():
@@ -172,6 +177,52 @@ def test_a_result_stands_below_what_was_said_before_it():
     with command(said, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         lines = process.stdout.read().decode().split()
     assert [line[:6] for line in lines] == ["xxxxxx", "result", "next"]
+
+
+def test_a_command_whose_lines_were_asked_for_ends_when_they_are_read():
+    """`mgpu exec RUN -- COMMAND 2>&1 | less`: its reader takes minutes."""
+    said = f"writer.CLOSE_S = 0; c.say('x' * {MUCH}, whole=True, patient=True)"
+    with command(said, stderr=subprocess.PIPE) as process:
+        assert len(process.stderr.read()) == MUCH + 1
+
+
+def test_threads_that_print_first_at_the_same_time_have_one_writer_to_a_stream(monkeypatch):
+    pipe, begun = Pipe(), []
+
+    class Counted(writer.Writer):
+        def __init__(self, fd: int, encoding: str) -> None:
+            begun.append(fd)
+            super().__init__(fd, encoding)
+
+    monkeypatch.setattr(writer, "Writer", Counted)
+    stream, together = os.fdopen(pipe.fd, "w", closefd=False), threading.Barrier(8)
+
+    def first(_n: int) -> writer.Writer | None:
+        together.wait()
+        return writer.of(stream)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(first, range(8)))) == len(begun) == 1
+
+
+def test_a_state_of_a_bar_that_is_left_out_is_nothing_to_wait_for():
+    looks = threading.Event()
+
+    class Late(writer.Writer):
+        def _next(self) -> bytes:
+            if self._waiting and not self._left:
+                looks.wait()
+            return super()._next()
+
+    pipe = Pipe().full()
+    out = Late(pipe.fd, "utf-8", most=1000)
+    out.write("x" * 2000)
+    out.write("a state, without a line end")
+    pipe.taken_now()
+    until(lambda: not out._left)
+    with out._changed:
+        looks.set()
+        out.drain()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

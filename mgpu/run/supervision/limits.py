@@ -140,23 +140,23 @@ class MonthBudget:
         return Spending("usd_per_month", key, month.spent_usd(record, now), month.most_usd) if month else None
 
     def _month(self, now: float, record: Record) -> Month | None:
-        begun = self._due(now) and self._calls.begin("look", lambda: self._find(record.run_id, now))
+        due = now >= self._look_at or _is_old(self._known, now)
+        begun = due and self._calls.begin("look", lambda: self._find(record.run_id, now))
         if begun:
             self._look_at = now + _LOOK_EVERY_S
         self._calls.wait(_ANSWER_S if begun else 0.0)
-        return None if self._is_old(now) else self._known
-
-    def _due(self, now: float) -> bool:
-        return now >= self._look_at or self._is_old(now)
-
-    def _is_old(self, now: float) -> bool:
-        return self._known is not None and month_of(now) != month_of(self._known.others.at)
+        known = self._known  # a look that is under way changes it
+        return None if _is_old(known, now) else known
 
     def _find(self, run_id: str, now: float) -> None:
         found = None
         with suppress(StackError, InputError):  # a file that somebody has damaged ends none either
             found = self.look(run_id, now)
         self._known = found
+
+
+def _is_old(month: Month | None, now: float) -> bool:
+    return month is not None and month_of(now) != month_of(month.others.at)
 
 
 @dataclass(frozen=True)

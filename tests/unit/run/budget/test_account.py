@@ -277,6 +277,32 @@ def test_a_backend_that_says_nothing_holds_up_no_supervisor(monkeypatch: pytest.
     until(lambda: budget.check(ENDS - 10, mine))
 
 
+def test_a_look_that_fails_while_what_was_known_is_read_ends_no_supervisor(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits_module, "_ANSWER_S", 0.0)
+    looks, mine, free, asked = Looks(), run("run-1", 60.0, NOW), threading.Event(), threading.Event()
+
+    def look(run_id: str, now: float) -> Month | None:
+        if now > NOW:
+            asked.set()
+            free.wait()
+            raise StackError("the backend does not answer")
+        return looks(run_id, now)
+
+    budget = MonthBudget(90.0, look)
+    until(lambda: budget.spent(NOW, mine))
+    assert budget.spent(NOW + 300, mine)
+    assert asked.wait(60)
+    month_of = limits_module.month_of
+
+    def just_then(now: float) -> str:
+        free.set()
+        until(lambda: budget._known is None)
+        return month_of(now)
+
+    monkeypatch.setattr(limits_module, "month_of", just_then)
+    assert budget.check(NOW + 301, mine) is None
+
+
 def test_parts_of_a_month_are_told_once_each_month():
     mine, told = run("run-1", 0.0, NOW), list[float]()
     for now, spent in ((NOW, 490), (NOW, 500), (NOW, 600), (NOW, 1000), (NOW, 1001), (ENDS + 1, 850), (ENDS + 2, 860)):
