@@ -35,7 +35,7 @@ class Asked:
     def load(self, run_file: Path, changes: list[Change], resume: str | None, *, detach: bool) -> RunSpec:
         """The run file, or the trials that it is asked for. Raises InputError: the options do not go together."""
         from mgpu.spec import trials
-        from mgpu.spec.load import load, whole
+        from mgpu.spec.load import first, load, whole
 
         if self.write and not (self.tune or self.lr_range):
             raise InputError("--write is for --tune and --lr-range", "It writes what was found into the run file.")
@@ -53,7 +53,8 @@ class Asked:
         spec = load(run_file, changes)
         if not self.lr_range:
             return trials.smoke(spec)
-        kept = whole(run_file).train if self.write else None
+        others = [each for each in changes if each.at != ("train", "lr_from")]
+        kept = first(run_file, others).train if self.write else None
         if kept is not None and kept.lr_from is not None:
             raise InputError(
                 f"{run_file}: `train.lr_from` and --write do not go together",

@@ -100,8 +100,8 @@ def _count(spec: RunSpec, train: TrainConfig, wanted: Checkpoint) -> int:
     from mgpu_train.agent.uploads.saves import ALONE_IDLE, KEPT_IDLE
 
     stay = ALONE_IDLE if spec.nodes == 1 or wanted.writers == "rank0" else KEPT_IDLE
-    every = None if wanted.every_minutes else wanted.every_steps or DEFAULT_EVERY_STEPS  # whichever comes first
-    return min(stay + 1, math.ceil(train.steps / every)) if every else stay + 1
+    every = 1 if wanted.every_minutes else wanted.every_steps or DEFAULT_EVERY_STEPS  # a step may take a minute
+    return min(stay + 1, math.ceil(train.steps / every))
 
 
 def _finds_shards(launcher: str) -> bool:

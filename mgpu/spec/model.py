@@ -136,6 +136,9 @@ class Recovery(Block):
     )
 
 
+_Minutes = Annotated[float, Field(gt=0, json_schema_extra={"maximum": MOST_HOURS * 60})]
+
+
 class PhaseTimeouts(Block):
     """`timeouts:` how long a healthy program may be quiet, on all nodes together, before it counts as hung.
 
@@ -143,25 +146,24 @@ class PhaseTimeouts(Block):
     kind `phase` where it is; without one, it is training after its first sign.
     """
 
-    building_minutes: float | None = Field(
-        None, gt=0, description="minutes while `train` builds its model, or loads it (default: 30, with `command` 120)"
+    building_minutes: _Minutes | None = Field(
+        None, description="minutes while `train` builds its model, or loads it (default: 30, with `command` 120)"
     )
-    first_step_minutes: float | None = Field(
+    first_step_minutes: _Minutes | None = Field(
         None,
-        gt=0,
         description="minutes before the first step, or a `command`'s first sign (default: 30, with `command` 120)",
     )
-    training_minutes: float | None = Field(
-        None, gt=0, description="minutes between two signs of progress (default: 13, with `command` 120)"
+    training_minutes: _Minutes | None = Field(
+        None, description="minutes between two signs of progress (default: 13, with `command` 120)"
     )
-    validation_minutes: float | None = Field(
-        None, gt=0, description="minutes while it validates (default: 30, with `command` 120)"
+    validation_minutes: _Minutes | None = Field(
+        None, description="minutes while it validates (default: 30, with `command` 120)"
     )
-    saving_minutes: float | None = Field(
-        None, gt=0, description="minutes while it saves; the trainer's own limit, too (default: 30, with `command` 120)"
+    saving_minutes: _Minutes | None = Field(
+        None, description="minutes while it saves; the trainer's own limit, too (default: 30, with `command` 120)"
     )
-    finishing_minutes: float | None = Field(
-        None, gt=0, description="minutes from its last save until it has ended (default: 10, with `command` 120)"
+    finishing_minutes: _Minutes | None = Field(
+        None, description="minutes from its last save until it has ended (default: 10, with `command` 120)"
     )
 
 

@@ -94,6 +94,18 @@ class Account:
             )
         return self._id
 
+    def wants_code(self) -> bool:
+        """Whether somebody has to type the code of an MFA device for these credentials. Raises AuthError: AWS's files
+        cannot be read."""
+        with self._lock, calling("reading the profile", "", scope="provider"):
+            session = self._opened()
+            profiles, name = session.full_config.get("profiles", {}), session.profile or "default"
+        chain = list[str]()
+        while name in profiles and name not in chain:
+            chain.append(name)
+            name = profiles[name].get("source_profile")
+        return any("mfa_serial" in profiles[each] for each in chain)
+
     def regions(self) -> tuple[str, ...]:
         """All regions that are enabled for this account, in alphabetical order."""
         return tuple(sorted(self._enabled()))

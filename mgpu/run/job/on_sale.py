@@ -71,7 +71,10 @@ def plan(spec: RunSpec) -> Plan:
             if isinstance(error, Transient | RateLimited):
                 raise error
         what = f"none of {', '.join(names)} has an offer that meets the run file"
-        why = "\n".join(f"{name}: {error.what}. {error.next_step}".rstrip() for name, error in failures.items())
+        why = "\n".join(
+            f"{line.removesuffix('.')}. {error.next_step}".rstrip()
+            for line, error in zip(said, failures.values(), strict=True)
+        )
         cure = f"`mgpu plan --set provider={names[0]}` says which offers come near; `mgpu check` what it lacks."
         raise NoOffer(what, why, cure)
     return rank.merged(plans, said)

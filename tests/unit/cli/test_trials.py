@@ -104,6 +104,10 @@ def test_a_range_is_tried_and_written_of_one_run_of_a_sweep(tmp_path):
     path, asked = tmp_path / "mgpu.yaml", trials.Asked(smoke=False, tune=False, lr_range=True, write=True)
     path.write_text(f"{TRAIN}matrix: {{train.seed: [1, 2]}}\n")
     assert asked.load(path, [Change.of("--set", "train.seed=1")], None, detach=False).trials.purpose == "lr-range"
+    own = "slurm: {partition: x}\nhosts: {addresses: [a]}\nmatrix: {provider: [slurm, hosts]}\n"
+    path.write_text(f"{TRAIN}checkpoint: none\n{own}")
+    one = [Change.of("--set", "provider=slurm"), Change.of("--set", "train.lr_from=1e-5")]
+    assert asked.load(path, one, None, detach=False).provider == "slurm"
 
 
 def test_the_record_has_the_rows_with_what_a_million_units_cost(tmp_path):

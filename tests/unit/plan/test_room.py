@@ -56,6 +56,7 @@ def test_a_save_takes_twelve_bytes_of_each_parameter():
         ({"train": {"steps": 150}}, 2),  # every 100 steps, and the last
         ({"checkpoint": {"every_minutes": 10}, "train": {"steps": 150}}, 3),  # how many that makes is not known
         ({"checkpoint": {"every_minutes": 10, "every_steps": 500}, "train": {"steps": 500}}, 3),
+        ({"checkpoint": {"every_minutes": 10}, "train": {"steps": 2}}, 2),  # no step has two
     ],
 )
 def test_as_many_lie_on_a_disk_as_the_agent_keeps_and_one_that_is_written(changes, count):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 import yaml
 
@@ -19,6 +20,7 @@ from mgpu.errors import InputError, SpecError
 from mgpu.spec.expect import Expectation
 from mgpu.spec.load import accepted, load, loads
 from mgpu.spec.model import Checkpoint
+from mgpu.spec.schema import schema
 from mgpu.spec.text import wording
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -1114,13 +1116,15 @@ def test_whether_lower_is_better_follows_from_names_that_say_it(metric, better):
     ("key", "value"),
     [
         ("lease_minutes", "86401"),
-        ("recovery", "{wait_minutes: 1.0e9}"),
-        ("timeouts", "{saving_minutes: 1.0e13}"),
+        ("recovery", "{wait_minutes: 1.0e+9}"),
+        ("timeouts", "{saving_minutes: 1.0e+13}"),
         ("max_hours", "1441"),
     ],
 )
 def test_nothing_is_waited_for_longer_than_any_machine_may_live(key, value):
-    assert "must be at most" in the_problem(edited(DEMO, key, value)).message
+    text = edited(DEMO, key, value)
+    assert "must be at most" in the_problem(text).message
+    assert not jsonschema.Draft202012Validator(schema()).is_valid(yaml.safe_load(text)), "an editor says it, too"
 
 
 # --- several providers

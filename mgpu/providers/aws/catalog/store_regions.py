@@ -19,7 +19,10 @@ _lock = threading.Lock()
 def elsewhere() -> str:
     """The server of all stores where that is not AWS's (R2, MinIO): its buckets may be called as others of S3's are.
     Empty: it is S3."""
-    host = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3", "")).hostname or ""
+    try:
+        host = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3", "")).hostname or ""
+    except ValueError:  # no address: whoever opens a store is told
+        return ""
     return "" if f".{host}".endswith((".amazonaws.com", ".amazonaws.com.cn")) else host
 
 

@@ -28,6 +28,8 @@ KINDS = (
 # where no parameter is to be had: by name
 PATTERN = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch * (Ubuntu *"
 DEADLINE_S = 4.0
+# for prices, by account and region, as long as this process lives; None: nobody has said it in time
+_seen = dict[tuple[str | None, ...], "MachineImage | None"]()
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,36 @@ def find(account: Account, options: Options, region: str) -> MachineImage:
         NoOffer: the region has none (scope: region).
         ProviderError: AWS refused, or did not answer.
     """
-    return account.once(("image", options.machine_image, region), lambda: _find(account, options, region))
+    found = account.once(("image", options.machine_image, region), lambda: _find(account, options, region))
+    _seen[_asked(options, region)] = found
+    return found
 
 
-def glance(account: Account, options: Options, region: str, deadline_s: float = DEADLINE_S) -> MachineImage | None:
-    """The same for a price, which waits for nobody; None: AWS has not said it in time, or says it to nobody here."""
-    found = list[MachineImage]()
+def glance(account: Account, options: Options, region: str) -> MachineImage | None:
+    """The same for a price, for which nobody is waited for twice, or has to type a code; None: AWS has not said it in
+    time, or says it to nobody here."""
 
     def look() -> None:
         with suppress(MgpuError):  # whoever asks for machines is told
-            found.append(find(account, options, region))
+            if not account.wants_code():
+                find(account, options, region)
 
-    thread = threading.Thread(target=look, daemon=True, name=f"machine image in {region}")
-    thread.start()
-    thread.join(deadline_s)
-    return found[0] if found else None
+    asked = _asked(options, region)
+    if asked not in _seen:
+        thread = threading.Thread(target=look, daemon=True, name=f"machine image in {region}")
+        thread.start()
+        thread.join(DEADLINE_S)
+    return _seen.setdefault(asked, None)
 
 
 def driver(account: Account, region: str, image: str) -> MachineDriver | None:
     """The driver that an image brings; None: not known, or the image is not there any more. Raises ProviderError."""
     shown = _by_id(account, region, image)
     return drivers.brought_by(shown) if shown else None
+
+
+def _asked(options: Options, region: str) -> tuple[str | None, ...]:
+    return options.profile, options.account, options.endpoint_url, options.machine_image, region
 
 
 def _find(account: Account, options: Options, region: str) -> MachineImage:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from mgpu.errors import AuthError, InputError, NoOffer
 from mgpu.plan import rank
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws.catalog.other_costs import PRICES, ImageDisks, other_costs
+from mgpu.providers.aws.instances import machine_image
 from mgpu.providers.aws.instances.machine_image import MachineImage
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
+from mgpu.providers.aws.session import Account
 from mgpu.spec.load import loads
 
 BASE, THEIRS = "s3://mgpu-123456789012-us-west-2/runs", "s3://theirs/runs"
@@ -26,6 +30,12 @@ OFFER = Offer(
 
 
 SMALL = ImageDisks(80)
+
+
+@pytest.fixture(autouse=True)
+def unseen(monkeypatch: pytest.MonkeyPatch):
+    """No test knows a machine image by another one's answer."""
+    monkeypatch.setattr(machine_image, "_seen", {})
 
 
 def costs(
@@ -87,7 +97,7 @@ def test_a_price_is_told_where_nobody_says_which_machine_image_it_will_be(answer
     def find(*_):
         raise answer
 
-    monkeypatch.setattr("mgpu.providers.aws.instances.machine_image.find", find)
+    monkeypatch.setattr(machine_image, "_find", find)
     for credentials in ("", "AKIA"):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials)
         needed = Requirements(provider="aws", disk_gib=250, max_price_usd_per_hour=9, max_hours=1)
@@ -97,7 +107,7 @@ def test_a_price_is_told_where_nobody_says_which_machine_image_it_will_be(answer
 def test_the_machine_image_is_the_one_that_launches_take(monkeypatch):
     image = MachineImage("ami-1", "/dev/sda1", 400, others=(("/dev/sdf", {"VolumeSize": 9}),))
     monkeypatch.setattr(AwsProvider, "configured", lambda _: True)
-    monkeypatch.setattr("mgpu.providers.aws.instances.machine_image.find", lambda *_: image)
+    monkeypatch.setattr(machine_image, "_find", lambda *_: image)
     needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1)
     found = [*AwsProvider().other_costs(needed, OFFER, None)]
     assert "1 x 400 GiB" in the(found, "disks, ").what
@@ -111,6 +121,58 @@ def test_nobody_without_credentials_is_asked_for_the_machine_image(monkeypatch):
     needed = Requirements(provider="aws", max_price_usd_per_hour=9, max_hours=1)
     AwsProvider().other_costs(needed, OFFER, None)
     assert asked == []
+
+
+def test_who_does_not_tell_the_machine_image_is_waited_for_once(monkeypatch):
+    """A plan, a limit and a budget ask for the same price, each with a provider of its own."""
+    asked, answers = list[object](), threading.Event()
+    image = MachineImage("ami-1", "/dev/sda1", 400)
+
+    def find(*_: object) -> MachineImage:
+        asked.append(1)
+        answers.wait()
+        return image
+
+    monkeypatch.setattr(machine_image, "_find", find)
+    monkeypatch.setattr(machine_image, "DEADLINE_S", 0)
+    options = Options.of({})
+    looks = [machine_image.glance(Account(options), options, "eu-west-1") for _ in range(3)]
+    assert looks == [None] * 3
+    answers.set()
+    for each in threading.enumerate():
+        if each.name == "machine image in eu-west-1":
+            each.join()
+    assert len(asked) == 1
+    assert machine_image.glance(Account(options), options, "eu-west-1") == image, "late, and known all the same"
+
+
+def test_what_a_launch_has_found_is_known_to_its_bill(monkeypatch):
+    """Whoever has rented the machines has the answer, whatever a price before has not got."""
+    options, image = Options.of({}), MachineImage("ami-1", "/dev/sda1", 400)
+    machine_image._seen[machine_image._asked(options, "eu-west-1")] = None
+    monkeypatch.setattr(machine_image, "_find", lambda *_: image)
+    machine_image.find(Account(options), options, "eu-west-1")
+    assert machine_image.glance(Account(options), options, "eu-west-1") == image
+
+
+@pytest.mark.parametrize(
+    ("profile", "asked"),
+    [("role", False), ("of-a-role", False), ("plain", True), ("itself", True), ("not-there", True)],
+)
+def test_nobody_types_a_code_for_a_price(profile: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """botocore asks at the terminal, and a thread that is left behind would leave that without an echo."""
+    role = "role_arn = arn:aws:iam::123456789012:role/r\n"
+    (tmp_path / "config").write_text(
+        f"[profile role]\n{role}mfa_serial = m\nsource_profile = plain\n"
+        f"[profile of-a-role]\n{role}source_profile = role\n"
+        f"[profile itself]\n{role}source_profile = itself\n"
+        "[profile plain]\naws_access_key_id = a\naws_secret_access_key = b\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    found, options = list[object](), Options.of({"profile": profile})
+    monkeypatch.setattr(machine_image, "_find", lambda *_: found.append(1))
+    machine_image.glance(Account(options), options, "us-east-1")
+    assert bool(found) == asked
 
 
 def test_a_machine_image_that_is_read_in_at_a_promised_speed_is_billed_by_its_data():
@@ -166,6 +228,7 @@ def test_nothing_is_said_of_deleted_ones_where_nobody_knows(saves: Saves):
         ("https://notamazonaws.com", "notamazonaws.com"),
         ("https://bucket.vpce-1.s3.us-east-1.vpce.amazonaws.com", ""),
         ("https://amazonaws.com", ""),
+        ("http://[::1", ""),
         ("", ""),
     ],
 )

@@ -133,9 +133,8 @@ def test_where_nobody_has_anything_all_of_them_say_why(project, clouds):
         on_sale.plan(project.spec())
     assert "none of aws, slurm" in caught.value.what
     assert caught.value.why.count("no offer of provider") == 2
-    assert caught.value.why.count(". Change `gpus_per_node`, `gpu`, `regions` or `provider`.") == 2, (
-        "and what to change"
-    )
+    told = "It has nothing of this kind on sale. Change `gpus_per_node`, `gpu`, `regions` or `provider`."
+    assert caught.value.why.count(told) == 2, "why, and what to change"
 
 
 def test_the_machines_of_all_who_were_asked_are_looked_for_and_swept(project, clouds, world):
