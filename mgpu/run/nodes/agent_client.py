@@ -51,8 +51,8 @@ def library() -> tuple[Snapshot, str]:
     """The node side's own package, and the folder that it gets on a node: named by its content. As it was when this
     process asked first: an upgrade of mgpu meanwhile changes what lies on the disk.
 
-    The name is the same wherever this version is, for who attaches elsewhere asks the agents in the folder of that name:
-    modes are a file system's, files of editors and desktops are no part of it.
+    The name is the same wherever this version is, for who attaches elsewhere asks the agents in that folder: modes are
+    a file system's, files of editors and desktops are no part of it.
     """
     package = scan(Path(mgpu_train.__file__).parent, ignore_files=False)
     parts = {path: entry.identity[2:] for path, entry in package.entries.items() if path.endswith((".py", ".txt"))}
