@@ -61,9 +61,8 @@ class LogLines:
 
     def feed(self, data: bytes, offset: int | None = None) -> list[str]:
         """The whole lines in what has arrived; one that is too long is shown in pieces. `offset`: of `data` in the
-        log. What does not go on where the last ended is another machine's, which has got the node_rank: no line of
-        both."""
-        cut = self.flush() if offset not in (None, self._end) else []
+        log, as in `cut`."""
+        cut = self.cut(offset) if offset is not None else []
         self._end = (offset or 0) + len(data)
         parts = (self._rest + data).split(b"\n")
         self._rest = parts.pop()
@@ -80,6 +79,11 @@ class LogLines:
             return []
         self._bar_at, self._bar = now, states[-1]
         return [states[-1]]
+
+    def cut(self, offset: int) -> list[str]:
+        """What is left without a line end, where the next bytes do not go on there: they are another machine's, which
+        has got the node_rank."""
+        return self.flush() if offset != self._end else []
 
     def flush(self) -> list[str]:
         """What is left without a line end."""

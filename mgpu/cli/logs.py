@@ -6,7 +6,7 @@ import heapq
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import click
@@ -103,7 +103,11 @@ class _Reader:
     def lines(self, *, last: bool) -> Iterator[_Line]:
         """What is new; `last`: with a last line that has no line end."""
         for at, offset, data in self._log.new():
+            yield from self._dated(self._lines.cut(offset))  # as old as what came before it, not as what comes now
             self._at = max(self._at, at)  # clocks are set back, and a machine that is replaced had another
-            yield from (_Line(self._at, self._rank, text) for text in self._lines.feed(data, offset))
+            yield from self._dated(self._lines.feed(data, offset))
         if last:
-            yield from (_Line(self._at, self._rank, text) for text in self._lines.flush())
+            yield from self._dated(self._lines.flush())
+
+    def _dated(self, texts: Iterable[str]) -> Iterator[_Line]:
+        return (_Line(self._at, self._rank, text) for text in texts)

@@ -7,6 +7,7 @@ import posixpath
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ _NO_SFTP = (
     "Its sshd_config needs a line `Subsystem sftp internal-sftp`. With another one than that what a login shell says "
     "gets in between."
 )
+# times `poll_s` between two tries: a node that has no memory or no process left has none for SFTP either, for a moment
+_AGAIN = (1, 2, 4, 8)
 BATCH = 64 * PIECE  # bytes asked for at once: as much as the channel's window lets through
 
 
@@ -127,19 +130,22 @@ class Files:
                     raise
 
     def _open(self, doing: str) -> paramiko.SFTPClient:
-        seconds = self._timeouts.command_s
-        channel = self._connection.open_session(seconds)
-        try:
-            with deadline(self._connection, channel, seconds, doing):
-                channel.invoke_subsystem("sftp")
-                self._client = paramiko.SFTPClient(channel)
-                return self._client
-        except FOREIGN as error:
-            channel.close()
-            if not self._connection.answers():
-                raise
-            why = f"Its SSH server starts no SFTP session: {error or 'it has ended'}"
-            raise RemoteError(f"{self._name}: {doing}", why, _NO_SFTP) from error
+        seconds, pauses = self._timeouts.command_s, iter(_AGAIN)
+        while True:
+            channel = self._connection.open_session(seconds)
+            try:
+                with deadline(self._connection, channel, seconds, doing):
+                    channel.invoke_subsystem("sftp")
+                    self._client = paramiko.SFTPClient(channel)
+                    return self._client
+            except FOREIGN as error:
+                channel.close()
+                if not self._connection.answers():
+                    raise
+                if (pause := next(pauses, None)) is None:
+                    why = f"Its SSH server starts no SFTP session: {error}"
+                    raise RemoteError(f"{self._name}: {doing}", why, _NO_SFTP) from error
+            time.sleep(pause * self._timeouts.poll_s)
 
 
 class _Answers:

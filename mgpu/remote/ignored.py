@@ -26,8 +26,14 @@ _BRACKET, _CLASS = re.compile(r"(?<!\\)\[[!^]?\]?(?:\[:[a-z]+:\]|[^]])*\]"), re.
 _CLASSES = {
     "alnum": "a-zA-Z0-9",
     "alpha": "a-zA-Z",
+    "blank": " \t",
+    "cntrl": "\0-\x1f\x7f",
     "digit": "0-9",
+    "graph": '"-~!',
     "lower": "a-z",
+    "print": " -~",
+    "punct": ":-@!-.[-`{-~",  # a `!` in front would be the bracket's, and no name has a `/`
+    "space": " \t-\r",
     "upper": "A-Z",
     "xdigit": "0-9a-fA-F",
 }
@@ -128,7 +134,7 @@ def _is_pattern(line: str) -> bool:
     """git passes over what it does not understand."""
     try:
         GitIgnoreSpec.from_lines([line])
-    except ValueError:
+    except (ValueError, re.error):  # pathspec knows the first, `[z-a]` is the second
         return False
     return True
 
@@ -136,7 +142,7 @@ def _is_pattern(line: str) -> bool:
 def _own(path: Path) -> _Rules:
     try:
         return _Rules(_lines(path))
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise InputError(f"{path}: not a pattern", str(error), "Patterns are as in .gitignore.") from error
 
 

@@ -98,7 +98,9 @@ def locked(wait_s: float) -> Iterator[None]:
 def have(others: List[Path], put: Put) -> None:  # noqa: UP006
     """Prints the identities of what is as sync left it, as JSON; `others`: folders that may have the same."""
     if others and not Path(MANIFEST).exists():
-        adopt(max(others, key=synced_ns), put)
+        other = max(others, key=synced_ns)
+        if put is not copy or has_room(other):
+            adopt(other, put)
     sys.stdout.write(json.dumps(untouched()))
 
 
@@ -137,6 +139,16 @@ def adopt(other: Path, put: Put) -> None:
         )
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def has_room(other: Path) -> bool:
+    """Whether copies of another folder leave room here. They may be more than is wanted here, and who runs in the other
+    one writes to the same disk."""
+    sizes = 0
+    for path in load(other):
+        with contextlib.suppress(OSError):
+            sizes += (other / path).lstat().st_size
+    return shutil.disk_usage(".").free > 2 * sizes
 
 
 def copy(there: Path, here: Path) -> None:

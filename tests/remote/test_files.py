@@ -207,19 +207,34 @@ def test_a_server_that_stops_answering_costs_the_deadline(server, open_node):
 
 
 @pytest.mark.parametrize(
-    "line", ["exit 127", "echo Welcome to this cluster"], ids=["no program", "a login shell that greets"]
+    ("line", "why"),
+    [("exit 127", "EOF during negotiation"), ("echo Welcome to this cluster", "Garbage packet received")],
+    ids=["no program", "a login shell that greets"],
 )
-def test_a_server_without_sftp_is_no_lost_connection(node, monkeypatch, line):
+def test_a_server_without_sftp_is_no_lost_connection(node, monkeypatch, line, why):
     """It would be connected to again, and its machine replaced, for ever."""
     with monkeypatch.context() as patch:
         patch.setattr(paramiko.Channel, "invoke_subsystem", lambda channel, _sftp: channel.exec_command(line))
         with pytest.raises(RemoteError, match="could not read x") as refused:
             node.read("x")
         assert not isinstance(refused.value, ConnectionFailed)
-        assert "starts no SFTP session: " in refused.value.why
+        assert refused.value.why == f"Its SSH server starts no SFTP session: {why}"
         assert "Subsystem sftp" in refused.value.next_step
     node.write("x", b"1")
     assert node.read("x") == b"1"
+
+
+def test_a_server_that_starts_no_sftp_for_a_moment_is_asked_again(node, monkeypatch):
+    """A node that has no memory or no process left: the run would end for what is over in a second."""
+    ask, asked = paramiko.Channel.invoke_subsystem, list[str]()
+
+    def full(channel, subsystem):
+        asked.append(subsystem)
+        return channel.exec_command("exit 254") if len(asked) < 4 else ask(channel, subsystem)
+
+    monkeypatch.setattr(paramiko.Channel, "invoke_subsystem", full)
+    assert not node.exists("x")
+    assert len(asked) == 4
 
 
 def test_calls_of_several_threads_do_not_mix(node):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import until
@@ -260,6 +261,16 @@ def test_a_file_that_is_removed_while_it_is_taken_over_is_sent(neighbour, capsys
     receiver.have([neighbour], removed)
     assert capsys.readouterr().out == "{}"
     assert not Path("a").exists()
+
+
+@pytest.mark.parametrize(
+    ("put", "free", "taken"), [(os.link, 0, True), (receiver.copy, 9, False), (receiver.copy, 11, True)]
+)
+def test_copies_do_not_fill_a_disk_that_another_program_writes_to(neighbour, monkeypatch, put, free, taken):
+    monkeypatch.setattr(receiver.shutil, "disk_usage", lambda _path: SimpleNamespace(free=free))
+    assert (neighbour / "a").stat().st_size == 5
+    receiver.have([neighbour], put)
+    assert Path("a").exists() == taken
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -49,9 +49,14 @@ def used(node: Node, answer: dict[str, Any]) -> Used:
 @cache
 def library() -> tuple[Snapshot, str]:
     """The node side's own package, and the folder that it gets on a node: named by its content. As it was when this
-    process asked first: an upgrade of mgpu meanwhile changes what lies on the disk."""
+    process asked first: an upgrade of mgpu meanwhile changes what lies on the disk.
+
+    The name is the same wherever this version is, for who attaches elsewhere asks the agents in that folder: modes are
+    a file system's, files of editors and desktops are no part of it.
+    """
     package = scan(Path(mgpu_train.__file__).parent, ignore_files=False)
-    content = json.dumps({path: entry.identity for path, entry in package.entries.items()}, sort_keys=True)
+    parts = {path: entry.identity[2:] for path, entry in package.entries.items() if path.endswith((".py", ".txt"))}
+    content = json.dumps(parts, sort_keys=True)
     return package, str(LIB / hashlib.sha256(content.encode()).hexdigest()[:16])
 
 

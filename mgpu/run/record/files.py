@@ -34,8 +34,10 @@ ARCHIVES = ("work", "program")
 RUN_FILE = "mgpu.yaml"
 _WHOLE = ("pulumi/Pulumi*.yaml", "metrics/rank-*.jsonl")
 _GROWN = ("logs/*", "metrics/instances/*", "journal/*")
-# of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written
-_SENT = ".sent.json"
+# of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written;
+# and what keeps others away meanwhile: who is to begin machines does not wait until hours of logs are on their way
+_SENT, _SENDING = ".sent.json", ".sending"
+_WRITTEN, _WRITING = ".written.json", ".writing"
 _KEPT = ".kept.json"  # which submission's run file, code and program this machine has
 _SEND_EVERY_S = 180.0
 _soon: dict[str, threading.Event] = {}  # by run that is supervised here: its files are to be sent now
@@ -142,14 +144,22 @@ def send(run_id: str, *, small: bool = False) -> None:
     store = here.shared
     if store is None:
         return
-    with here.asking("written"), _alone(root) as sent:
-        for path in _found(root, _WHOLE):
-            name, written = str(path.relative_to(root)), path.stat().st_mtime_ns
-            if sent.get(name) != written:
-                store.put(f"{_at(run_id)}whole/{name}", path.read_bytes())
-                sent[name] = written
-                replace(root / _SENT, json.dumps(sent).encode())
-        for path in () if small else _found(root, _GROWN):
+    with here.asking("written"):
+        with _alone(root, _WRITING, _WRITTEN) as known:
+            for path in _found(root, _WHOLE):
+                name, written = str(path.relative_to(root)), path.stat().st_mtime_ns
+                if known.get(name) != written:
+                    store.put(f"{_at(run_id)}whole/{name}", path.read_bytes())
+                    known[name] = written
+                    replace(root / _WRITTEN, json.dumps(known).encode())
+        if not small:
+            _send_grown(store, run_id)
+
+
+def _send_grown(store: Store, run_id: str) -> None:
+    root = Folder(run_id).root
+    with _alone(root, _SENDING, _SENT) as sent:
+        for path in _found(root, _GROWN):
             name = str(path.relative_to(root))
             with path.open("rb") as file:
                 file.seek(sent.get(name, 0))
@@ -199,7 +209,7 @@ def bring_grown(run_id: str) -> None:
     store = here.shared
     if store is None:
         return
-    with here.asking("read"), _alone(root) as sent:
+    with here.asking("read"), _alone(root, _SENDING, _SENT) as sent:
         for found, part in _there(store, run_id, "grown"):
             path, begin = part.parent, int(part.name)
             size = path.stat().st_size if path.exists() else 0
@@ -258,14 +268,14 @@ def _found(root: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[dict[str, int]]:
-    """What is known to be in the backend, while nobody else of this machine brings or sends: two who follow a run would
-    write everything twice."""
+def _alone(root: Path, lock: str, known: str) -> Iterator[dict[str, int]]:
+    """What is `known` to be in the backend, while nobody else of this machine brings or sends it: two who follow a run
+    would write everything twice."""
     root.mkdir(parents=True, mode=0o700, exist_ok=True)
-    with (root / ".sending").open("a", encoding="utf-8") as handle:
+    with (root / lock).open("a", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        known = root / _SENT
-        yield dict(json.loads(known.read_text(encoding="utf-8"))) if known.exists() else {}
+        path = root / known
+        yield dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 @contextmanager

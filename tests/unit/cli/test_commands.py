@@ -271,7 +271,7 @@ def timed(running):
 def test_logs_of_all_nodes_are_in_the_order_of_their_times(mgpu, timed):
     lines = ["[0] first", "[1] second", "[0] half a", "[0] anew", "[1] third", "[0] last"]
     assert mgpu("logs").out.splitlines() == lines
-    at = ["00:16:40", "00:16:41", "00:16:43", "00:16:43", "00:16:44", "00:16:49"]
+    at = ["00:16:40", "00:16:41", "00:16:42", "00:16:43", "00:16:44", "00:16:49"]
     dated = [f"1970-01-01 {moment} {line}" for moment, line in zip(at, lines, strict=True)]
     assert mgpu("logs", "-t").out.splitlines() == dated
     assert mgpu("logs", "-t", "--node", "1").out.splitlines() == [dated[1], dated[4]]

@@ -77,10 +77,34 @@ def test_it_is_as_git_itself_says(folder):
         **{".gitignore": rules, "sub/.gitignore": "q\n", "#odd": "", "a.txt": "", "c.txt": "", "sub/deep/zz": ""},
     )
     write(folder, **{"name": "", "space ": "", "sub/q": "", "q": "", "sub/deep/b.txt": ""})
+    assert set(scan(folder).entries) == added(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["alnum", "alpha", "blank", "cntrl", "digit", "graph", "lower", "print", "punct", "space", "upper", "xdigit"],
+)
+def test_a_class_of_characters_is_gits(folder, name):
+    signs = sorted({chr(code) for code in range(32, 127)} - set("/\\"))  # a node's names have no others
+    write(folder, **{f"c{sign}_": "" for sign in signs})
+    write(folder, **{".gitignore": f"c[[:{name}:]]_\nx[![:{name}:]Aa]\n", "xA": "", "x.": "", "x1": "", "xb": ""})
+    assert set(scan(folder).entries) == added(folder)
+
+
+def test_a_range_that_runs_backwards_is_passed_over(folder):
+    write(folder, **{".gitignore": "[z-a]*\n[a-[:digit:]]\ndata/\n"})
+    assert set(scan(folder).entries) == added(folder)
+    write(folder, **{".mgpuignore": "[z-a]*\n"})
+    with pytest.raises(InputError, match="not a pattern"):
+        scan(folder)
+
+
+def added(folder):
+    """What git would add."""
     subprocess.run(["git", "init", "-q", "."], cwd=folder, check=True)
     command = ["git", "-c", "core.excludesFile=", "ls-files", "-z", "--others", "--exclude-standard"]
     said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-    assert set(scan(folder).entries) == set(said.split("\0")) - {""}
+    return set(said.split("\0")) - {""}
 
 
 @pytest.mark.parametrize("name", [".gitignore", ".mgpuignore"])

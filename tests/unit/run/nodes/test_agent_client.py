@@ -36,3 +36,12 @@ def test_an_upgrade_does_not_change_the_agent_under_a_supervisor_that_runs(packa
     agent_client.send_library(nodes)
     assert sent[2][0] != sent[0][0]
     assert b"version = 2" in sent[2][1]
+
+
+def test_its_folder_has_the_same_name_wherever_the_same_version_is(package):
+    """Who attaches from another machine asks the agents there."""
+    _, home = agent_client.library()
+    (package / "__init__.py").chmod(0o777)  # a file system without modes
+    (package / ".DS_Store").write_text("of a desktop")
+    agent_client.library.cache_clear()  # another machine
+    assert agent_client.library()[1] == home

@@ -201,6 +201,32 @@ def test_a_lock_is_kept_however_long_what_has_grown_takes_on_its_way(team: Team,
         assert kept == [True] * (1 if ends else 2)
 
 
+def test_a_repair_does_not_wait_until_what_has_grown_is_on_its_way(team: Team, monkeypatch):
+    """Machines that are left cost money meanwhile."""
+    put, begun, go_on, done = FileStore.put, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(store: FileStore, key: str, *more: Any) -> Any:
+        if "/grown/" in key:
+            begun.set()
+            assert go_on.wait(60)
+        return put(store, key, *more)
+
+    def repair() -> None:
+        shared.files.send(RUN, small=True)
+        done.set()
+
+    with team.on("a"), supervised():
+        (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("hours of it\n")
+        monkeypatch.setattr(FileStore, "put", slow)
+        shared.files.send_soon(RUN)
+        assert begun.wait(60)
+        threading.Thread(target=repair, daemon=True).start()
+        try:
+            assert done.wait(20)
+        finally:
+            go_on.set()
+
+
 def test_a_full_disk_of_this_machine_loses_no_run(team: Team, monkeypatch, renewed):
     """What cannot be noted as sent is sent again later."""
     tried = list[str]()
