@@ -56,7 +56,7 @@ class World:
             "nodes": 1,
             "market": "spot",
             "max_price_usd_per_hour": 1,
-            "max_hours": 0.2,
+            "max_hours": 2,  # longer than any story takes on a busy machine
             "launcher": "python",
             "command": ["train.py", "20", "0.05"],
             **run_file,
