@@ -44,7 +44,7 @@ forget_others() { # what a machine image has of the machine that it was made of;
     [ "$machine" != "$of" ] || return 0
     if [ "$of" ]; then
         [ "$how" = set ] || exit 3 # nobody's, or start.sh comes and has other settings
-        rm -f "$lib/left" "$lib/machine" || :
+        rm -f "$lib/left" "$lib/machine" /etc/ssh/mgpu_host_ed25519_key || : # whose host key start.sh leaves
     fi
     echo "$machine" >"$lib/machine" || :
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.booted import HARD_CAP_S, LEASE_S, Boot, request, script
+from fakes.booted import HARD_CAP_S, HOST_KEY, LEASE_S, Boot, request, script
 
 from mgpu.providers.start import start_script
 
@@ -222,6 +222,19 @@ def test_where_no_machine_can_be_told_from_its_image_the_scripts_own_settings_ho
     cap, lease = map(int, out.split()[-2:])
     assert 7100 <= cap <= 7203
     assert 800 <= lease <= 903
+
+
+@pytest.mark.parametrize("made", ["i-1", "i-2"], ids=["a reboot", "from an image"])
+def test_a_machine_from_an_image_shows_the_host_key_that_it_was_given(boot: Boot, made: str):
+    """And not the one of the machine that the image was made of, which nobody has pinned for it."""
+    out = boot(f"""
+        INSTANCE_ID=i-1 sh /tmp/user-data
+        echo replaced >/etc/ssh/mgpu_host_ed25519_key
+        reboot
+        INSTANCE_ID={made} sh /tmp/user-data
+        cat /etc/ssh/mgpu_host_ed25519_key
+    """)
+    assert out.strip() == ("replaced" if made == "i-1" else HOST_KEY.private.strip())
 
 
 def test_two_starts_at_once_leave_the_machine_its_whole_hard_cap(boot: Boot):
