@@ -90,7 +90,7 @@ def test_one_interrupt_is_forwarded_and_the_rest_are_not(run):
 def test_one_that_was_interrupted_and_takes_long_gets_no_second_interrupt_at_its_limit(run, monkeypatch):
     """It would leave without saving. Its time is over as soon as it has been told."""
     late = (run.out.exists() and "int" in run.out.read_text() for _ in itertools.count())
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 10 if next(late) else 0))
+    monkeypatch.setattr(process, "time", SimpleNamespace(time=time.time, monotonic=lambda: 10 if next(late) else 0))
 
     def interrupt():
         if run.out.read_text().startswith("ready"):
