@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from mgpu_train.timeouts import Timeouts
 
@@ -68,12 +69,16 @@ def destroy_all(
     emit: Emit = ignore,
     gone: Callable[[Handle], object] = lambda _: None,
 ) -> None:
-    """Ends each of these fleets or parts of one, also beside one that the provider does not end; `gone` hears of each.
+    """Ends each of these fleets or parts of one, also beside one that the provider does not end. All are asked to end
+    before any is waited for; `gone` hears of each.
 
     Raises:
         TeardownIncomplete: some may still be billed; it says of each why.
     """
-    failures = list[TeardownIncomplete]()
+    handles, failures = tuple(handles), list[TeardownIncomplete]()
+    for handle in handles if len(handles) > 1 else ():  # one may take half an hour until it is gone
+        with suppress(ProviderError):
+            provider.destroy(handle)
     for handle in handles:
         try:
             destroy(provider, handle, timeouts=timeouts, emit=emit)

@@ -5,12 +5,15 @@
 #   clocks.sh set|run USER HOME LEASE_S HARD_CAP_S ENDS_BY
 #
 # After a reboot both go on at what was left of them, so that none prolongs them. The hard cap has run on meanwhile, by
-# the machine's wall clock; one that is behind prolongs nothing beyond the time that the machine was off.
+# the machine's wall clock; one that is behind prolongs nothing beyond the time that the machine was off. Nothing here
+# fails for a disk that is full or cannot be written to: then each start sets the clocks anew.
 set -eu
 umask 022
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-how=$1 user=$2 home=$3 lease_s=$4 hard_cap_s=$5 ends_by=$6
-lib=/usr/local/lib/mgpu
+how=$1
+shift
+settings=$* user=$1 home=$2 lease_s=$3 hard_cap_s=$4 ends_by=$5
+lib=${0%/*}
 run=/run/mgpu
 lease=$home/.mgpu/lease
 
@@ -31,20 +34,27 @@ uptime() {
 }
 
 keep() { # LEASE_LEFT CAP_LEFT: for the next boot; a disk that takes nothing is no reason to end here
-    { echo "$1 $2 $(date +%s)" >"$lib/left.new" && mv -f "$lib/left.new" "$lib/left"; } 2>/dev/null || :
+    new=$lib/left.$how # synced, else a power cut may leave an empty file under the name
+    { echo "$1 $2 $(date +%s)" | dd conv=fsync of="$new" && mv -f "$new" "$lib/left"; } 2>/dev/null || :
 }
 
 forget_others() { # what a machine image has of the machine that it was made of; a unit of systemd has no INSTANCE_ID
     of=$(cat "$lib/machine" 2>/dev/null) || of=
     machine=$(cat /sys/class/dmi/id/product_uuid 2>/dev/null) || machine=${INSTANCE_ID:-$of}
-    [ "$machine" = "$of" ] || { rm -f "$lib/left" && echo "$machine" >"$lib/machine"; } || :
+    [ "$machine" != "$of" ] || return 0
+    if [ "$of" ]; then
+        [ "$how" = set ] || exit 3 # nobody's, or start.sh comes and has other settings
+        rm -f "$lib/left" "$lib/machine" /etc/ssh/mgpu_host_ed25519_key || : # whose host key start.sh leaves
+    fi
+    echo "$machine" >"$lib/machine" || :
 }
 
-set_clocks() { # once a boot: the lease may have been renewed since
-    boot=$(cat /proc/sys/kernel/random/boot_id)
-    [ "$(cat "$run/boot" 2>/dev/null)" = "$boot" ] || rm -rf "$run" # it is not everywhere empty after a reboot
-    [ ! -s "$run/hard-cap" ] || return 0
-    mkdir -p "$run"
+set_clocks() { # once a boot: the lease may have been renewed since. Sets cap
+    boot="$(cat /proc/sys/kernel/random/boot_id) $settings" # /run is not everywhere empty after a reboot
+    if [ "$(cat "$run/boot" 2>/dev/null)" = "$boot" ]; then
+        cap=$(cat "$run/hard-cap")
+        return
+    fi
     forget_others
     now=$(date +%s)
     lease_left=$lease_s cap_left=$hard_cap_s
@@ -55,12 +65,13 @@ set_clocks() { # once a boot: the lease may have been renewed since
     [ "$ends_by" = 0 ] || cap_left=$(least "$cap_left" $((ends_by - now)))
     keep "$lease_left" "$cap_left"
     up=$(uptime)
-    if ! { mkdir -p "$home/.mgpu" && echo $((up + lease_left)) >"$lease.new" && mv -f "$lease.new" "$lease"; }; then
+    new=$lease.$$ # this may run twice at once
+    if ! { mkdir -p "$home/.mgpu" && echo $((up + lease_left)) >"$new" && mv -f "$new" "$lease"; }; then
         cap_left=$(least "$cap_left" "$lease_left") # an older number may stand there
     fi
     chown "$user:" "$lease" 2>/dev/null || : # who is made only after this, at the first boot
-    echo "$boot" >"$run/boot"
-    echo $((up + cap_left)) >"$run/hard-cap.new" && mv "$run/hard-cap.new" "$run/hard-cap"
+    cap=$((up + cap_left)) new=$run/hard-cap.$$
+    { mkdir -p "$run" && echo "$cap" >"$new" && mv -f "$new" "$run/hard-cap" && echo "$boot" >"$run/boot"; } || :
 }
 
 keep_on() { # beside lease.sh, which must not wait for a disk
@@ -76,7 +87,6 @@ keep_on() { # beside lease.sh, which must not wait for a disk
 set_clocks
 [ "$how" = run ] || exit 0
 ! grep -qs lease.sh "/proc/$(cat "$run/lease.pid" 2>/dev/null)/cmdline" || exit 0 # it runs
-echo $$ >"$run/lease.pid"
-cap=$(cat "$run/hard-cap")
+echo $$ >"$run/lease.pid" || :
 keep_on &
 exec /bin/sh "$lib/lease.sh" "$lease" "$cap" 5 /bin/sh "$lib/end.sh"

@@ -52,7 +52,8 @@ def start_script(
 
     The hard cap is `hard_cap_s` from the first boot, or `ends_by`, by the machine's wall clock, where that is sooner.
     After a reboot lease and hard cap go on at what was left of them: of the hard cap the time that the machine was off
-    is gone too, as far as its wall clock knows. No user logs in by a password any more.
+    is gone too, as far as its wall clock knows. In a machine image of it the clocks do nothing until the
+    new machine's script runs. No user logs in by a password any more.
 
     Args:
         user: who logs in with the request's key, and may become root; made where there is none. The lease is

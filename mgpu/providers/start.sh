@@ -15,31 +15,25 @@ home=${home:-/home/$user}
 lease=$home/.mgpu/lease
 key=/etc/ssh/mgpu_host_ed25519_key
 sshd_config=/etc/ssh/sshd_config
-run_clocks="/bin/sh $lib/clocks.sh run $user $home $lease_s $hard_cap_s $ends_by"
+settings="$user $home $lease_s $hard_cap_s $ends_by"
 
-install_scripts() {
-    mkdir -p "$lib"
-    printf '%s\n' "$lease_script" >"$lib/lease.sh"
-    printf '%s\n' "$clocks_script" >"$lib/clocks.sh"
-    if [ "$end" ]; then
-        printf '%s\n' "$end" >"$lib/end.sh"
-        return
-    fi
-    cat >"$lib/end.sh" <<'EOF'
-#!/bin/sh
 # Each way in the background: one that hangs in the kernel keeps the next from nothing.
-for way in 'systemctl poweroff -ff' 'poweroff -f' 'shutdown -P now'; do
+power_off='for way in "systemctl poweroff -ff" "poweroff -f" "shutdown -P now"; do
     $way &
     sleep 10
-done
-EOF
+done'
+
+put() { # FILE CONTENT: whole or as it was, also on a full disk and while it runs
+    [ "$(cat "$1" 2>/dev/null)" = "$2" ] || { printf '%s\n' "$2" >"$1.new" && mv -f "$1.new" "$1"; }
 }
 
-install_unit() { # also for a boot that comes no further than the emergency shell
-    units=/etc/systemd/system
-    [ -w "$units" ] || units=$systemd # for this boot, at least
-    cat >"$units/mgpu-lease.new" <<EOF
-[Unit]
+install_scripts() {
+    mkdir -p "$lib" && put "$lib/lease.sh" "$lease_script" && put "$lib/clocks.sh" "$clocks_script" &&
+        put "$lib/end.sh" "${end:-$power_off}"
+}
+
+install_unit() { # also for a boot that comes no further than the emergency shell; clocks of an image exit with 3
+    unit="[Unit]
 Description=mgpu: ends this machine when its lease or its hard cap does
 DefaultDependencies=no
 After=local-fs.target
@@ -49,27 +43,29 @@ StartLimitIntervalSec=0
 ExecStart=$run_clocks
 Restart=always
 RestartSec=1
-OOMScoreAdjust=-1000
-EOF
-    mv "$units/mgpu-lease.new" "$units/mgpu-lease.service" || return
-    for target in sysinit emergency; do
-        mkdir -p "$units/$target.target.wants"
-        ln -sf ../mgpu-lease.service "$units/$target.target.wants"
+RestartPreventExitStatus=3
+SuccessExitStatus=3
+OOMScoreAdjust=-1000"
+    for units in /etc/systemd/system "$systemd"; do # the second for this boot, at least
+        mkdir -p "$units/sysinit.target.wants" "$units/emergency.target.wants" &&
+            put "$units/mgpu-lease.service" "$unit" &&
+            ln -sf ../mgpu-lease.service "$units/sysinit.target.wants" &&
+            ln -sf ../mgpu-lease.service "$units/emergency.target.wants" && return
     done
+    return 1
 }
 
 install_elsewhere() { # in each place that some system without systemd looks at: a second start does nothing
     start="setsid $run_clocks </dev/null >/dev/null 2>&1 &"
-    [ ! -d /etc/cron.d ] || echo "@reboot root $run_clocks >/dev/null 2>&1" >/etc/cron.d/mgpu
-    if [ -d /etc/local.d ]; then
-        printf '#!/bin/sh\n%s\n' "$start" >/etc/local.d/mgpu.start
-        chmod 755 /etc/local.d/mgpu.start
-    fi
-    if ! grep -qsF "$run_clocks" /etc/rc.local; then # its last line may be `exit`
-        { head -n 1 /etc/rc.local 2>/dev/null | grep '^#!' || echo '#!/bin/sh'; } >"$lib/rc.local"
-        { echo "$start" && sed '1{/^#!/d;}' /etc/rc.local 2>/dev/null; } >>"$lib/rc.local" || :
-        cat "$lib/rc.local" >/etc/rc.local # it may be a link
-        chmod 755 /etc/rc.local
+    [ ! -d /etc/cron.d ] || put /etc/cron.d/mgpu "@reboot root $run_clocks >/dev/null 2>&1"
+    [ ! -d /etc/local.d ] || { put /etc/local.d/mgpu.start "#!/bin/sh
+$start" && chmod 755 /etc/local.d/mgpu.start; }
+    if ! grep -qsF "$run_clocks" /etc/rc.local; then # its last line may be `exit`, and it may be a link
+        first=$(head -n 1 /etc/rc.local 2>/dev/null | grep '^#!') || first='#!/bin/sh'
+        rest=$(sed '1{/^#!/d;}' /etc/rc.local 2>/dev/null) || :
+        put "$lib/rc.local" "$first
+$start
+$rest" && cat "$lib/rc.local" >/etc/rc.local && chmod 755 /etc/rc.local
     fi
 }
 
@@ -142,8 +138,10 @@ ChallengeResponseAuthentication no' # the third is the second's older name, and 
     fi
 }
 
-install_scripts
-/bin/sh "$lib/clocks.sh" set "$user" "$home" "$lease_s" "$hard_cap_s" "$ends_by"
+install_scripts || { lib=/run/mgpu-scripts && install_scripts; } # for this boot, at least
+run_clocks="/bin/sh $lib/clocks.sh run $settings"
+# shellcheck disable=SC2086
+/bin/sh "$lib/clocks.sh" set $settings || : # they set themselves, too
 arm
 let_in
 set_up_sshd

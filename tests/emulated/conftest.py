@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes.aws import FakeAws
+from fakes.booted import boot as boot
 
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account

@@ -1,7 +1,5 @@
 """What a machine does at its boot: the script itself, as root, in namespaces and on an overlay of this system's root.
 Most of it with EC2's disks.
-
-Programs that would switch a machine off are replaced by ones that write down how they were called.
 """
 
 from __future__ import annotations
@@ -9,92 +7,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.aws import world
+from fakes.booted import HARD_CAP_S, HOST_KEY, LEASE_S, LOGIN, Boot, request, script
 
 from mgpu.errors import InvalidRequest
-from mgpu.plan.model import Requirements
 from mgpu.providers.aws.instances.user_data import MAX_BYTES, user_data
-from mgpu.providers.base import FleetRequest
 from mgpu.providers.start import HOST_KEY_FILE, HostKey, start_script
 from mgpu.remote import rekey
-
-HOST_KEY = HostKey.make()
-LOGIN = HostKey.make().public + " it's $(touch /tmp/hacked) mine"
-LEASE_S, HARD_CAP_S = 300, 3600
-
-_BUILD = """\
-set -e
-mount -t tmpfs none "$1"
-cp -a "$2" "$1/given"
-cd "$1"
-mkdir u w r
-mount -t overlay overlay -o lowerdir=/,upperdir=u,workdir=w r
-for folder in run home root tmp mnt; do mount -t tmpfs none r/$folder; done
-mount -t proc proc r/proc
-mount --rbind /dev r/dev
-rm -f r/etc/ssh/sshd_config.d/*
-for name in systemctl poweroff shutdown; do
-    printf '#!/bin/sh\\necho "%s $*" >>/tmp/called\\n' $name >r/usr/local/sbin/$name
-    chmod 755 r/usr/local/sbin/$name
-done
-cp given r/tmp/user-data
-printf '%s\\n' "$4" "$3" >r/tmp/steps
-exec chroot r /bin/sh -eu /tmp/steps
-"""
-_HELPERS = """\
-clocks() { # the number of the process that keeps them, as soon as it does
-    tries=100
-    until grep -qs lease.sh "/proc/$(cat /run/mgpu/lease.pid 2>/dev/null)/cmdline"; do
-        [ $((tries -= 1)) -gt 0 ] && sleep 0.1
-    done
-    cat /run/mgpu/lease.pid
-}
-left() { # seconds that a clock has: `/run/mgpu/hard-cap`, or a lease
-    read -r up _ </proc/uptime
-    echo $(($(cat "$1") - ${up%%.*}))
-}
-reboot() { # all that the clocks are is gone
-    kill -KILL "-$(clocks)"
-    rm -r /run/mgpu
-}
-"""
-
-Boot = Callable[..., str]
-
-
-def request(**changed: object) -> FleetRequest:
-    needed = Requirements(provider="aws", max_price_usd_per_hour=1, max_hours=1)
-    return FleetRequest(
-        fleet="demo", generation=1, owner="o-1", requirements=needed,
-        **{"ssh_public_key": LOGIN, "lease_s": LEASE_S, "hard_cap_s": HARD_CAP_S, **changed},
-    )  # fmt: skip
-
-
-def script(hard_cap_at: float | None = None, **changed: float) -> str:
-    at = time.time() + HARD_CAP_S if hard_cap_at is None else hard_cap_at
-    return user_data(request(**changed), "ubuntu", HOST_KEY, int(at))
-
-
-@pytest.fixture
-def boot(namespaces: None, tmp_path: Path) -> Boot:
-    """Runs shell steps on a machine of its own, whose user data is `/tmp/user-data`; what they print."""
-
-    def run(steps: str, given: str | None = None) -> str:
-        (tmp_path / "root").mkdir(exist_ok=True)
-        (tmp_path / "given").write_text(given if given is not None else script())
-        command = [*world.NAMESPACES, "sh", "-c", _BUILD, "sh", tmp_path / "root", tmp_path / "given"]
-        steps = textwrap.dedent(steps)
-        done = subprocess.run([*command, steps, _HELPERS], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
 
 
 def test_the_user_logs_in_with_one_key_and_may_become_root(boot: Boot):
@@ -336,171 +257,6 @@ def test_a_second_run_changes_nothing_that_was_done(boot: Boot):
         grep -c . /home/ubuntu/.ssh/authorized_keys
     """)
     assert out.split() == ["same", "123456789", "replaced", "1"]
-
-
-# what starts the clocks at a boot, where the cloud does not run the script again
-RC_LOCAL = "sh /etc/rc.local"
-CRON = "sh -c \"$(sed -n 's/^@reboot root //p' /etc/cron.d/mgpu)\" &"
-LOCAL_D = "/etc/local.d/mgpu.start"
-UNIT = (
-    "setsid sh -c \"exec $(sed -n 's/^ExecStart=//p' /etc/systemd/system/sysinit.target.wants/mgpu-lease.service)\" &"
-)
-EMERGENCY = UNIT.replace("sysinit", "emergency")
-
-
-@pytest.mark.parametrize(
-    ("system", "started"),
-    [
-        ("", RC_LOCAL),
-        ("printf '#!/bin/bash\\n[ -e /tmp ]\\nexit 0' >/etc/rc.local", f"head -n 1 /etc/rc.local; {RC_LOCAL}"),
-        ("mkdir -p /etc/rc.d; echo : >/etc/rc.d/rc.local; ln -s rc.d/rc.local /etc/rc.local", "sh /etc/rc.d/rc.local"),
-        ("mkdir -p /etc/cron.d", CRON),
-        ("mkdir -p /etc/local.d", LOCAL_D),
-        ("mkdir -p /run/systemd/system", UNIT),
-        ("mkdir -p /run/systemd/system", EMERGENCY),
-    ],
-    ids=["rc.local", "their rc.local", "a link", "cron", "OpenRC", "systemd", "a boot that fails"],
-)
-def test_a_machine_that_reboots_has_clocks_though_its_cloud_runs_the_script_once(boot: Boot, system: str, started: str):
-    out = boot(
-        f"""
-        {system}
-        sh /tmp/user-data
-        sh /tmp/user-data
-        [ ! -d /run/systemd ] || {UNIT}
-        reboot
-        {started}
-        tr '\\0' ' ' </proc/$(clocks)/cmdline; echo
-        left /run/mgpu/hard-cap
-        left /home/plain/.mgpu/lease
-        stat -c %U /home/plain/.mgpu/lease
-        """,
-        start_script(request(), "plain"),
-    )
-    *_, command, cap, lease, owner = out.splitlines()
-    assert command.startswith("/bin/sh /usr/local/lib/mgpu/lease.sh /home/plain/.mgpu/lease ")
-    assert abs(int(cap) - HARD_CAP_S) <= 3
-    assert abs(int(lease) - LEASE_S) <= 3
-    assert owner == "plain"
-    assert ("#!/bin/bash" in out) == ("bash" in system)
-
-
-def test_after_a_reboot_the_lease_goes_on_and_the_replaced_key_stays(boot: Boot):
-    """Also one that was renewed: what is left is written down as time goes by."""
-    out = boot("""
-        sed -i 's/sleep 15/sleep 0.1/' /tmp/user-data
-        sh /tmp/user-data
-        clocks
-        read -r up _ </proc/uptime
-        echo $((${up%%.*} + 100)) >/home/ubuntu/.mgpu/lease
-        until grep -qE '^(100|9[0-9]) ' /usr/local/lib/mgpu/left; do sleep 0.1; done
-        echo not a number >/home/ubuntu/.mgpu/lease
-        echo replaced >/etc/ssh/mgpu_host_ed25519_key
-        reboot
-        sh /tmp/user-data
-        left /home/ubuntu/.mgpu/lease
-        cat /etc/ssh/mgpu_host_ed25519_key
-        stat -c %U /home/ubuntu/.mgpu/lease
-        kill -0 $(clocks) && echo armed
-    """)
-    _, left, key, owner, armed = out.split()
-    assert 80 <= int(left) <= 100
-    assert (key, owner, armed) == ("replaced", "ubuntu", "armed")
-
-
-def test_a_lease_that_is_over_is_over_after_a_reboot(boot: Boot):
-    out = boot(
-        """
-        sh /tmp/user-data
-        clocks
-        echo "0 100 $(date +%s)" >/usr/local/lib/mgpu/left
-        reboot
-        sh /etc/rc.local
-        until grep -qs poweroff /tmp/called; do sleep 0.1; done
-        """,
-        start_script(request(), "plain"),
-    )
-    assert out.split()
-
-
-def test_no_reboot_prolongs_the_hard_cap(boot: Boot):
-    """Of a new fleet, too, whose end nobody has told the machine. What was made from an image of it is another one."""
-    out = boot(
-        """
-        printf '#!/bin/sh\\ncat /tmp/now\\n' >/usr/local/sbin/date
-        chmod 755 /usr/local/sbin/date
-        boot() {
-            echo $1 >/tmp/now
-            INSTANCE_ID=$2 sh /tmp/user-data
-            left /run/mgpu/hard-cap
-            reboot
-        }
-        boot 1000000 i-1
-        boot 1003000 i-1
-        boot 1003600 i-1
-        boot 1003600 i-2
-        printf 'half a li' >/usr/local/lib/mgpu/left
-        boot 1003600 i-2
-        """,
-        start_script(request(), "plain"),
-    )
-    left = map(int, out.split())
-    assert [round(seconds, -1) for seconds in left] == [HARD_CAP_S, 600, 0, HARD_CAP_S, HARD_CAP_S]
-
-
-@pytest.mark.parametrize(("first", "then"), [(5, 1000000), (1000000, 5)], ids=["put right", "begins anew"])
-def test_a_wall_clock_that_is_wrong_at_a_boot_prolongs_nothing(boot: Boot, first: int, then: int):
-    """The seconds that it ran are written down; to such a machine the cap of the operator's clock is far away."""
-    out = boot(
-        f"""
-        sed -i 's/sleep 15/sleep 0.1/' /tmp/user-data
-        printf '#!/bin/sh\\ncat /tmp/now\\n' >/usr/local/sbin/date
-        chmod 755 /usr/local/sbin/date
-        echo {first} >/tmp/now
-        sh /tmp/user-data
-        clocks
-        echo 1000000 >/tmp/now
-        until grep -q ' 1000000$' /usr/local/lib/mgpu/left; do sleep 0.1; done
-        reboot
-        echo 300 700 1000000 >/usr/local/lib/mgpu/left
-        echo {then} >/tmp/now
-        sh /tmp/user-data
-        left /run/mgpu/hard-cap
-        """,
-        script(hard_cap_at=4e9),
-    )
-    assert abs(int(out.split()[-1]) - 700) <= 3
-
-
-def test_what_stays_in_run_of_another_boot_is_not_believed(boot: Boot):
-    out = boot("""
-        sh /tmp/user-data
-        kill $(clocks)
-        echo another >/run/mgpu/boot
-        echo 999999999 >/run/mgpu/hard-cap
-        echo $$ >/run/mgpu/lease.pid
-        sh /tmp/user-data
-        clocks >/dev/null
-        left /run/mgpu/hard-cap
-    """)
-    assert abs(int(out) - HARD_CAP_S) <= 3
-
-
-def test_where_no_lease_can_be_written_the_hard_cap_stands_for_it(boot: Boot):
-    """As in the emergency shell, whose disks may not be written to: the number of another boot may stand there."""
-    out = boot(
-        """
-        sh /tmp/user-data
-        reboot
-        rm -r /home/plain/.mgpu
-        touch /home/plain/.mgpu
-        sh /etc/rc.local 2>/dev/null
-        clocks >/dev/null
-        left /run/mgpu/hard-cap
-        """,
-        start_script(request(), "plain"),
-    )
-    assert abs(int(out) - LEASE_S) <= 3
 
 
 def test_with_systemd_the_clocks_are_a_unit_that_comes_back_and_sshd_waits_for_the_disks(boot: Boot):

@@ -26,7 +26,7 @@ HEARD = {"made": "undoing what was begun", "training": "stopping: "}  # what the
 MOMENTS = {
     "made": lambda world: world.alive() and world.run()["state"] == "provisioning",
     "training": lambda world: world.run().get("checkpoint_step", -1) >= 10,
-    "destroyed": lambda world: world.run().get("state") == "teardown",
+    "destroyed": lambda world: world.run().get("state") == "teardown" and destroys(world),
 }
 
 
@@ -106,6 +106,11 @@ def play(world, story):
 
 def is_engine(command_line):
     return Path(command_line.split(" ")[0]).name == "pulumi"
+
+
+def destroys(world):
+    """Whether the engine is there that whoever leaves leaves it to."""
+    return any(is_engine(line) and " destroy " in line for line in world.processes().values())
 
 
 def resources(world):

@@ -90,7 +90,7 @@ def test_one_interrupt_is_forwarded_and_the_rest_are_not(run):
 def test_one_that_was_interrupted_and_takes_long_gets_no_second_interrupt_at_its_limit(run, monkeypatch):
     """It would leave without saving. Its time is over as soon as it has been told."""
     late = (run.out.exists() and "int" in run.out.read_text() for _ in itertools.count())
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 10 if next(late) else 0))
+    monkeypatch.setattr(process, "time", SimpleNamespace(time=time.time, monotonic=lambda: 10 if next(late) else 0))
 
     def interrupt():
         if run.out.read_text().startswith("ready"):
@@ -153,7 +153,9 @@ def test_a_second_ctrl_c_leaves_and_the_cli_goes_on(run):
 def test_what_does_not_end_is_cancelled_and_then_killed(run, monkeypatch, script, clock, why):
     """It begins at 0, and its time is over as soon as it is ready; for the deaf one that to obey, too."""
     began = itertools.chain([False], (run.out.exists() and "ready" in run.out.read_text() for _ in itertools.count()))
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(clock) if next(began) else 0))
+    monkeypatch.setattr(
+        process, "time", SimpleNamespace(time=time.time, monotonic=lambda: next(clock) if next(began) else 0)
+    )
     with pytest.raises(StackError, match="did not end within 10 s") as late:
         run(script)
     assert why in late.value.why

@@ -1251,6 +1251,22 @@ def test_the_guard_ends_what_can_be_ended_beside_a_machine_that_cannot(wire, gua
     assert set(fake.running) == {*parts[0].ids}
 
 
+def test_the_guard_ends_all_parts_of_a_fleet_though_nothing_can_be_noted(wire, guard, made, fake, monkeypatch):
+    (whole,), ends = fake.list_owned(guard[2]["owner"]), fake.destroy
+    parts = tuple(whole.model_copy(update={"ids": (each,)}) for each in whole.ids)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fake, "list_owned", lambda owner: parts)
+    monkeypatch.setattr(fake, "destroy", lambda handle, nodes=None: ends(handle, handle.ids))
+    monkeypatch.setattr(generations, "used", full)
+    with pytest.raises(grpc.RpcError, match="No space left"):
+        wire.delete(*guard)
+    assert len(parts) > 1
+    assert not fake.running
+
+
 def test_a_sweep_after_an_answer_does_not_wait(wire, guard, made, fake, monkeypatch):
     monkeypatch.setattr(type(fake), "capabilities", fake.capabilities.model_copy(update={"listing_lag_s": 1e6}))
     wire.delete(*guard)

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pwd
+import resource
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from mgpu.errors import StackError
 from mgpu.events import Note, ignore
 from mgpu.iac.engine import locks, operations, state_file
 from mgpu.iac.engine.process import CliProcess, note
+from mgpu.spec.block import MOST_HOURS
 
 PLACE = "/backend:project/stack"
 WAITS = 'exec 3<>"$0"; echo ready; while :; do read nothing <&3; done'  # a fork of it would be called `pulumi` too
@@ -252,13 +254,34 @@ def test_of_one_that_this_machine_has_had_it_knows(bucket, tmp_path, script):
 def test_what_is_known_of_processes_that_have_ended_is_not_kept_for_ever(xdg, tmp_path):
     old, young = note(1), note(2)
     old.parent.mkdir(parents=True)
-    for path, days in ((old, 31), (young, 29)):
+    for path, days in ((old, 91), (young, MOST_HOURS / 24 + 1)):  # met by the end of a run that long
         path.touch()
         os.utime(path, (time.time() - days * 86400,) * 2)
     with (tmp_path / "out").open("wb") as out:
         given = {"cwd": tmp_path, "env": os.environ, "out": out, "err": out, "limit_s": 10.0}
         CliProcess(grace_s=1).run(["/bin/true"], **given)
     assert [path.exists() for path in (old, young)] == [False, True]
+
+
+def test_a_disk_that_is_full_at_its_end_takes_away_nothing_that_was_known_of_it(bucket, xdg, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        (tmp_path / "full").touch()
+
+    script = "echo $$; date -Ins; until [ -e full ]; do sleep 0.01; done; exit 255"
+    with (tmp_path / "out").open("wb") as said:
+        given = {"cwd": tmp_path, "env": os.environ, "out": said, "err": said, "limit_s": 10.0, "look": full}
+        try:
+            CliProcess(grace_s=1).run(["/bin/sh", "-c", script], **given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    pid, then = (tmp_path / "out").read_text(encoding="utf-8").replace(",", ".").split()
+    path = bucket(int(pid), timestamp=then)
+    bucket.make_way()
+    assert not path.exists()
+    assert not list(note(1).parent.iterdir()), "no half-written file"
 
 
 @pytest.mark.parametrize("changes", [{}, {"username": "somebody"}], ids=str)

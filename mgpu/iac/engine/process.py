@@ -14,9 +14,10 @@ from typing import IO
 
 from mgpu import paths
 from mgpu.errors import StackError
+from mgpu.iac import environment
 
 _LOOK_S = 0.1
-_KEPT_S = 30 * 86400.0  # of a CLI that has ended: a lock that was left is met by the stack's next operation
+_KEPT_S = 90 * 86400.0  # of a CLI that has ended: a lock that was left may be met by the end of the longest run only
 
 
 def note(pid: int) -> Path:
@@ -39,7 +40,7 @@ def _keep(pid: int, began: float, until: float) -> None:
     kept = note(pid)
     with suppress(OSError):  # a full disk: its lock will be one that nobody knows
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        kept.write_text(f"{began} {until}\n", encoding="utf-8")
+        environment.replace(kept, f"{began} {until}\n")
         for old in kept.parent.iterdir():
             if old.stat().st_mtime < began - _KEPT_S:
                 old.unlink(missing_ok=True)

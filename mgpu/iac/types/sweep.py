@@ -75,10 +75,12 @@ def _end_listed(
         call.emit(Warned(f"ending {', '.join(strays)}: an interrupted operation left them outside the state"))
         left.append(handle.model_copy(update={"ids": strays}))
 
-    def gone(handle: Handle) -> None:
-        generations.used(call.settings.state_dir, owner, fleet, handle.generation)
-
-    acquire.destroy_all(provider, left, timeouts=timeouts, emit=call.emit, gone=gone)
+    gone = list[Handle]()
+    try:
+        acquire.destroy_all(provider, left, timeouts=timeouts, emit=call.emit, gone=gone.append)
+    finally:  # a full disk, which takes no note, keeps no machine alive
+        for handle in gone:
+            generations.used(call.settings.state_dir, owner, fleet, handle.generation)
     return bool(left)
 
 

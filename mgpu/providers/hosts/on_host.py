@@ -135,10 +135,11 @@ def _end_for_good(asked: dict[str, Any]) -> dict[str, Any]:
     return {"gone": all(gone)}
 
 
-def _end(name: str, reason: str, *, keep: bool = True) -> bool:
+def _end(name: str, reason: str, *, keep: bool = True, known: dict[str, Any] | None = None) -> bool:
     """Ends all that a run has here; absent is success. False: a process or a container is left, and the host stays
-    held. A file that cannot be removed holds nobody up: it is told. `keep`: its token is used up."""
-    record = _read(HOLDER)
+    held. A file that cannot be removed holds nobody up: it is told. `keep`: its token is used up. `known`: what there
+    is to know of it, where its own file says nothing."""
+    record = known or _read(HOLDER)
     ours = record.get("name") == name
     if ours and not record.get("ending"):
         record["ending"] = reason
@@ -229,11 +230,15 @@ def _forget() -> None:
     if lock is None:  # its watch lives
         return
     os.close(lock)
+    gone = True
     for link in [each for each in MINE.iterdir() if each.is_symlink()]:
         folder = Path(os.readlink(link))  # noqa: PTH115 - its own has Python 3.9
-        _write(HOLDER, {"name": folder.name, "folder": str(folder), "link": link.name})
-        _end(folder.name, "", keep=False)
-    _unlink(HOLDER)
+        known = {"name": folder.name, "folder": str(folder), "link": link.name, "ending": "its file is empty"}
+        gone &= _end(folder.name, "", keep=False, known=known)
+    if gone:
+        _unlink(HOLDER)
+    else:
+        HOLDER.touch()  # held, until the next request
 
 
 def _watched(record: dict[str, Any]) -> bool:

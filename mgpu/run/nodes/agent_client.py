@@ -13,6 +13,7 @@ from typing import Any
 import mgpu_train
 from mgpu_train.agent.host.layout import LEASE, LIB, RunLayout
 from mgpu_train.agent.host.python_env import PROBLEM
+from mgpu_train.agent.machine import identity
 from mgpu_train.config import Job, Secrets
 from mgpu_train.timeouts import Timeouts
 
@@ -22,6 +23,7 @@ from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.snapshot import Snapshot, scan
 
+_NOT_FOUND = 127  # env's status where there is no such program
 FACTS_S = 80.0  # a driver that no program uses wakes every GPU first
 
 
@@ -89,13 +91,13 @@ def start(node: Node, run_id: str, secrets: Secrets, timeouts: Timeouts) -> None
 
 def stop(node: Node, run_id: str, timeouts: Timeouts, *, now: bool = False) -> None:
     """Asks the agent to save, stop and upload (`now`: without the save); returns at once."""
-    _call(node, ["stop", "--run", run_id, *(["--now"] if now else [])], timeouts.command_s)
+    _ask(node, run_id, ["stop", "--run", run_id, *(["--now"] if now else [])], timeouts.command_s)
 
 
 def renew(node: Node, run_id: str, store: dict[str, str], timeouts: Timeouts) -> None:
     """Gives the living agent fresh credentials of the store, by standard input."""
     secrets = Secrets(store=store)
-    _call(node, ["renew", "--run", run_id], timeouts.command_s, secrets.model_dump_json().encode())
+    _ask(node, run_id, ["renew", "--run", run_id], timeouts.command_s, secrets.model_dump_json().encode())
 
 
 def free_ports(node: Node, count: int, timeouts: Timeouts) -> list[int]:
@@ -105,7 +107,7 @@ def free_ports(node: Node, count: int, timeouts: Timeouts) -> list[int]:
 
 def status(node: Node, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
     """The agent's status and whether the agent is alive."""
-    return _call(node, ["status", "--run", run_id], timeouts.command_s)
+    return _ask(node, run_id, ["status", "--run", run_id], timeouts.command_s)
 
 
 def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
@@ -119,8 +121,25 @@ def facts(node: Node, python: str, timeouts: Timeouts) -> dict[str, Any]:
     return _call(node, ["facts"], timeouts.command_s + FACTS_S, program=python)
 
 
-def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"", program: str = "") -> dict[str, Any]:
-    _, home = library()
+def _ask(node: Node, run_id: str, arguments: list[str], timeout: float, stdin: bytes = b"") -> dict[str, Any]:
+    """Asks the run's agent. One that another version of mgpu has started is asked in that one's words, and its folder:
+    this one's was never sent there."""
+    try:
+        return _call(node, arguments, timeout, stdin)
+    except CommandFailed as error:
+        if error.status != _NOT_FOUND:
+            raise
+        try:
+            folder = json.loads(node.read(str(RunLayout(run_id).agent)))[identity.LIBRARY]
+        except (OSError, ValueError, TypeError, KeyError):
+            raise error from None
+        return _call(node, arguments, timeout, stdin, home=str(LIB / str(folder)))
+
+
+def _call(
+    node: Node, arguments: list[str], timeout: float, stdin: bytes = b"", program: str = "", home: str = ""
+) -> dict[str, Any]:
+    home = home or library()[1]
     # the program that `python_setup.equip` or `container_setup.up` has left there
     argv = ["env", f"PYTHONPATH={home}", program or f"{home}/python", "-m", "mgpu_train", "agent", *arguments]
     result = node.run(argv, stdin=stdin, timeout=timeout)

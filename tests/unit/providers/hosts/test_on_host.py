@@ -204,6 +204,26 @@ def test_a_host_that_was_taken_just_before_it_lost_its_power_can_be_taken_again(
         assert (home / ".ssh" / "authorized_keys").read_text() == ""
 
 
+def test_a_host_that_lost_its_power_is_not_free_while_a_container_of_that_run_is_left(home: Path, monkeypatch):
+    """As while Docker does not answer; the next request, and the provider's view of all owners, go on from there."""
+    folder = home / "0a0a0a0a0d-0"
+    (folder / "home").mkdir(parents=True)
+    on_host.MINE.mkdir()
+    on_host.HOLDER.touch()
+    (on_host.MINE / RECORD["link"]).symlink_to(folder)
+    docker = iter((False, False, True))
+    monkeypatch.setattr(on_host, "_without_containers", lambda _: next(docker))
+    taken = {"verb": "take", "names": [], "record": {"name": "0b0b0b0b0b-0"}, "folder": str(home)}
+    for _ in range(2):
+        answer = on_host.main(taken)
+        assert answer["held"] is None, "nobody knows whose it was"
+        assert folder.exists()
+        assert not (home / "0b0b0b0b0b-0").exists(), "not taken"
+    on_host.main({"verb": "look", "names": []})
+    assert not folder.exists()
+    assert [path.name for path in on_host.MINE.iterdir()] == ["mutex"]
+
+
 def test_a_run_whose_file_cannot_be_read_is_left_alone_while_its_watch_lives(home: Path):
     on_host.MINE.mkdir()
     on_host.HOLDER.touch()

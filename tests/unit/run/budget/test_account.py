@@ -257,45 +257,49 @@ def test_a_backend_that_is_away_ends_no_run_and_the_next_month_begins_anew():
     assert budget.check(ENDS + 1, run("run-1", 60.0, ENDS - HOUR)) is None
 
 
-def test_a_backend_that_says_nothing_holds_up_no_supervisor(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits_module, "_ANSWER_S", 0.0)
-    looks, mine, free, asked = Looks(), run("run-1", 60.0, NOW), threading.Event(), threading.Event()
+class Slow(Looks):
+    """Answers the first look, and later ones only once it is `free`."""
 
-    def look(run_id: str, now: float) -> Month | None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def __call__(self, run_id: str, now: float) -> Month | None:
         if now > NOW:
-            asked.set()
-            free.wait()
-        return looks(run_id, now)
+            self.asked.set()
+            self.free.wait()
+        return super().__call__(run_id, now)
 
-    budget = MonthBudget(90.0, look)
+
+def known(looks: Slow, mine: Record, monkeypatch: pytest.MonkeyPatch) -> MonthBudget:
+    """A budget that has looked once, and waits for no look."""
+    monkeypatch.setattr(limits_module, "_ANSWER_S", 0.0)
+    budget = MonthBudget(90.0, looks)
     until(lambda: budget.spent(NOW, mine))
+    return budget
+
+
+def test_a_backend_that_says_nothing_holds_up_no_supervisor(monkeypatch: pytest.MonkeyPatch):
+    mine, slow = run("run-1", 60.0, NOW), Slow()
+    budget = known(slow, mine, monkeypatch)
     after = next(now for now in range(int(NOW), int(NOW) + 3000) if budget.check(now, mine))
-    assert asked.wait(60)
+    assert slow.asked.wait(60)
     assert after == int(NOW + 100 / 120 * HOUR - 90), "by what was known before"
     assert budget.check(ENDS + 1, mine) is None, "of another month nothing is known"
-    free.set()
+    slow.free.set()
     until(lambda: budget.check(ENDS - 10, mine))
 
 
 def test_a_look_that_fails_while_what_was_known_is_read_ends_no_supervisor(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits_module, "_ANSWER_S", 0.0)
-    looks, mine, free, asked = Looks(), run("run-1", 60.0, NOW), threading.Event(), threading.Event()
-
-    def look(run_id: str, now: float) -> Month | None:
-        if now > NOW:
-            asked.set()
-            free.wait()
-            raise StackError("the backend does not answer")
-        return looks(run_id, now)
-
-    budget = MonthBudget(90.0, look)
-    until(lambda: budget.spent(NOW, mine))
+    mine, slow = run("run-1", 60.0, NOW), Slow()
+    budget = known(slow, mine, monkeypatch)
+    slow.away = True
     assert budget.spent(NOW + 300, mine)
-    assert asked.wait(60)
+    assert slow.asked.wait(60)
     month_of = limits_module.month_of
 
     def just_then(now: float) -> str:
-        free.set()
+        slow.free.set()
         until(lambda: budget._known is None)
         return month_of(now)
 

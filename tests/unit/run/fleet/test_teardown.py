@@ -104,6 +104,24 @@ def test_a_machine_that_does_not_end_keeps_no_other_one(world, stack):
     assert world.cloud.billed == {"mine-dev-0", ids["first"]}
 
 
+def test_no_part_of_a_fleet_is_billed_while_another_one_ends(world, stack):
+    """Bare metal takes half an hour to end."""
+    stack.destroy = lambda: None
+    ids = {"first": f"{stack.fleet}-0", "second": f"{stack.fleet}-1"}
+    made = world.cloud.handles.pop(stack.fleet)
+    world.cloud.handles |= {token: made.model_copy(update={"token": token, "ids": (ids[token],)}) for token in ids}
+    ends, asked = world.cloud.destroy, list[str]()
+
+    def destroy(handle, nodes=None):
+        asked.append(handle.token)
+        return asked.count(handle.token) > 2 and ends(handle, nodes)
+
+    world.cloud.destroy = destroy
+    back(world, stack, remove=False)
+    assert asked[:2] == ["first", "second"]
+    assert world.cloud.billed == {"mine-dev-0"}
+
+
 def test_a_provider_that_says_done_while_it_still_lists_one_is_not_believed(world, stack):
     world.cloud.stuck.add(f"{stack.fleet}-1")
     world.cloud.destroy = lambda *_: True

@@ -11,6 +11,8 @@ from pathlib import Path
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import procs
 
+LIBRARY = "library"  # the key that names the folder of LIB with the agent's own code, for operators of other versions
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -36,7 +38,8 @@ def write(layout: RunLayout, attempt: int) -> None:
     """This process is the agent of the attempt. Raises OSError."""
     path = Path(layout.agent)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(asdict(Identity(attempt, procs.me()))) + "\n", encoding="utf-8")
+    said = {**asdict(Identity(attempt, procs.me())), LIBRARY: Path(__file__).parents[3].name}
+    aside.write_text(json.dumps(said) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
