@@ -280,10 +280,10 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
         except StoreError as error:
             why = f"the final checkpoint could not be verified: {error}"
             if not isinstance(error, passing):
-                return Ended(False, why, Fault.INFRASTRUCTURE)
+                return replace(ended, succeeded=False, reason=why, fault=Fault.INFRASTRUCTURE)
             if ended.stopped_by:
                 return replace(ended, succeeded=False, reason=why, fault=Fault.STOPPED)
             what = f"run {record.run_id} cannot be judged now, though all its nodes say that they are done"
             session.emit(Warned(f"{what}: {why}. `mgpu attach {record.run_id}` does it once {checkpoint.to} answers"))
             return Ended(False, why, left=True)
-    return ended if found.succeeded else found
+    return ended if found.succeeded else replace(ended, succeeded=False, reason=found.reason, fault=found.fault)

@@ -218,6 +218,19 @@ def test_a_store_that_refuses_is_not_waited_for_when_all_is_done(run, monkeypatc
     assert "could not be verified: not yours" in ended.reason
 
 
+@pytest.mark.parametrize("why", ["it refuses", "it has nothing newer"])
+def test_a_run_that_a_limit_has_stopped_is_stopped_whatever_the_store_says(run, monkeypatch, why):
+    """Else another attempt would begin, after the end was asked for."""
+    assert run.conduct().succeeded
+    if why == "it refuses":
+        Away(monkeypatch, 9, Denied("not yours"))
+    else:
+        run.record.damaged = {"a001-step-10": "node 0: params.bin differs"}
+    Folder("run-1").stop.touch()
+    ended = run.watch_again()
+    assert (ended.succeeded, ended.fault, ended.stopped_by) == (False, Fault.INFRASTRUCTURE, "user")
+
+
 def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):
     run.world.program = run.world.train_on
     run.world.nodes[1].reachable = False
