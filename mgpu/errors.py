@@ -275,7 +275,7 @@ def of_this_machine(error: BaseException) -> InputError | None:
     if not (short := _short_of(error)):
         return None
     cure = "End what else runs here, or raise the limit: `ulimit -a` shows them; a container has limits of its own."
-    return InputError(f"this machine has not enough {short} for mgpu", f"{error or type(error).__name__}.", cure)
+    return InputError(f"this machine has not enough {short} for mgpu", f"{str(error) or type(error).__name__}.", cure)
 
 
 def _short_of(error: BaseException) -> str:
