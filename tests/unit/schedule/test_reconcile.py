@@ -812,6 +812,18 @@ def test_a_sweep_that_fails_at_one_run_names_those_that_are_queued(nights, monke
     assert len(written) == 2
 
 
+def test_a_record_that_cannot_be_read_hides_no_place_in_the_queue(nights, monkeypatch):
+    """It is of a newer mgpu, say; passes go on beside it, too."""
+    monkeypatch.chdir(nights.world.folder)
+    first = json.loads(mgpu("submit", "--yes", "--json").stdout)["run_id"]
+    after = json.loads(mgpu("submit", "--yes", "--json", "--after", first).stdout)["run_id"]
+    Folder(first).record.write_text('{"state": "of a newer mgpu"}', encoding="utf-8")
+    for shown in (mgpu("queue", "ls"), mgpu("queue", "ls", "--json")):
+        assert (shown.return_value, shown.stderr.count(f"the record of run {first} cannot be read")) == (2, 1)
+        assert after in shown.stdout
+    assert mgpu("queue", "mv", after, "--first").return_value == 0
+
+
 def test_the_queue_from_the_command_line(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     first, second, third = (json.loads(mgpu("submit", "--yes", "--json").stdout)["run_id"] for _ in range(3))
