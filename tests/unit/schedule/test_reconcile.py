@@ -486,6 +486,26 @@ def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     assert nights.outcomes == ["running"]
 
 
+@pytest.mark.parametrize("run", [{}, 3])
+def test_a_schedule_without_a_run_hides_no_other(nights, run):
+    nights.add()
+    found = kept.load("nightly")
+    other = replace(found, name="other", uid="u2", run=run)
+    (kept.folder(found).parents[1] / "schedules" / "other.json").write_bytes(other.to_json())
+    report = nights.works(hours=1)
+    assert [each.what for each in report.failures] == ["schedule other cannot be read"]
+    assert nights.outcomes == ["running"]
+
+
+def test_a_schedule_whose_run_this_mgpu_does_not_understand_ends_no_pass(nights):
+    """A newer one has added it."""
+    nights.add()
+    kept.change("nightly", lambda found, _: replace(found, run=found.run | {"state": "of a newer mgpu"}))
+    (failed,) = nights.works(hours=1).failures
+    assert "could not be submitted" in failed.what
+    assert "of a newer mgpu" in failed.why
+
+
 def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_removed(nights):
     nights.add()
     found = kept.load("nightly")
