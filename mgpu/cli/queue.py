@@ -31,7 +31,7 @@ def queue() -> None:
 def ls(as_json: bool) -> int:
     """List them in their order, and what each waits for."""
     console, damaged = Console(as_json=as_json), dict[str, InputError]()
-    line, at_work = _line(lambda error: damaged.setdefault(error.what, error))
+    line, at_work = _line(lambda error: damaged.update({error.what: error}))
     if as_json:
         from mgpu.cli.results import Queue, QueuedRun
 
@@ -87,7 +87,7 @@ def rm(context: click.Context, run: str, as_json: bool) -> int:
     return context.invoke(stop, run=_queued(run).run_id, as_json=as_json, wait=True)
 
 
-def _line(damaged: Callable[[InputError], object] = lambda _: None) -> tuple[list[Queued], int]:
+def _line(damaged: Callable[[InputError], None] = lambda _: None) -> tuple[list[Queued], int]:
     """The queue, and how many runs are at work; `damaged` is told why a record cannot be read."""
     from mgpu.run.fleet import reuse
     from mgpu.schedule import kept
