@@ -262,6 +262,7 @@ def test_a_machine_that_is_lost_is_not_asked_for_its_code_again(run, code):
     def lost(node, job):
         run.world.train_on(node, job)
         if node.target.rank == 1:
+            node.reachable, node.closed = False, True
             run.loses(1)
 
     run.record.slots, run.world.program = [1], lost

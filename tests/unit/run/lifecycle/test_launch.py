@@ -307,6 +307,7 @@ def test_what_this_machine_lacks_before_the_training_is_undone_and_is_no_bug(pro
         (ZeroDivisionError("a bug of ours"), ZeroDivisionError, "a bug of mgpu"),
         (RuntimeError("can't start new thread"), InputError, "what this machine lacks"),
     ],
+    ids=["ours", "no thread"],
 )
 def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, monkeypatch, error, raised, words):
     def broken(*_args, **_named):
