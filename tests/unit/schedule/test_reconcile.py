@@ -790,6 +790,25 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
         assert "Schedules: none yet" in str(mgpu("schedule", what, "it").exception)
 
 
+def test_a_schedule_that_may_have_come_into_the_backend_is_told_as_that(nights, monkeypatch):
+    """Else its runs begin every night, though somebody was told that it could not be added."""
+    monkeypatch.chdir(nights.world.folder)
+    real = kept._find
+
+    def away(name: str) -> Any:
+        if real(name) is not None:
+            raise StackError("the backend could not be read", "no answer")
+        return None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "_find", away)
+        failed = mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception
+    assert isinstance(failed, StackError)
+    assert "may be kept" in failed.what
+    assert "mgpu schedule rm it" in failed.next_step
+    assert mgpu("schedule", "rm", "it").return_value == 0
+
+
 def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     queued = json.loads(mgpu("submit", "--yes", "--json").stdout)
