@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 from mgpu import writer
@@ -221,7 +221,8 @@ class Console:
         """Says what it is that takes so long, where it does."""
         timer = threading.Timer(SILENCE_S, self.say, (text, "dim"))
         timer.daemon = True
-        timer.start()
+        with suppress(RuntimeError):  # there is no thread left for it: the command goes on in silence
+            timer.start()
         try:
             yield
         finally:

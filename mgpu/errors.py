@@ -36,6 +36,8 @@ An error is three lines for the user: what is wrong and where, why, and what to 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -258,3 +260,28 @@ class TakenOver(MgpuError):
     """Another process supervises the run now: its record, its stack and its machines are not this one's any more."""
 
     exit_code = 130
+
+
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_SHORT = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.ENOMEM: "memory", errno.EAGAIN: "processes"}
+
+
+def of_this_machine(error: BaseException) -> InputError | None:
+    """What a foreign error means that is no bug: a disk that is full, or that this user may not write to; too little
+    memory, or too few files, processes or threads. None: it is something else."""
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        cure = "Make room, or give this user the right to it; XDG_STATE_HOME and XDG_DATA_HOME name other folders."
+        return InputError(f"{error.filename or 'a file'}: {error.strerror}", "This machine refused it to mgpu.", cure)
+    if not (short := _short_of(error)):
+        return None
+    cure = "End what else runs here, or raise the limit: `ulimit -a` shows them; a container has limits of its own."
+    return InputError(f"this machine has not enough {short} for mgpu", f"{str(error) or type(error).__name__}.", cure)
+
+
+def _short_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        # EAGAIN in other words is of a file that does not wait
+        return _SHORT.get(error.errno, "") if error.strerror == os.strerror(error.errno) else ""
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "threads"
+    return "memory" if isinstance(error, MemoryError) else ""

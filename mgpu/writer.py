@@ -163,7 +163,8 @@ _first = threading.RLock()  # threads that print first at the same time; reentra
 
 
 def of(stream: TextIO) -> Writer | None:
-    """The one that writes to `stream`; None: a file, or nothing at all, which takes what it is given."""
+    """The one that writes to `stream`; None: a file, or nothing at all, which takes what it is given. Or no thread is
+    left for one, and whoever prints waits."""
     with _first:
         if stream not in _known:
             try:
@@ -173,8 +174,9 @@ def of(stream: TextIO) -> Writer | None:
                 return None
             if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)):
                 return None
-            _known[stream] = Writer(fd, stream.encoding)
-        return _known[stream]
+            with suppress(RuntimeError):
+                _known[stream] = Writer(fd, stream.encoding)
+        return _known.get(stream)
 
 
 def settle(stream: TextIO) -> None:

@@ -43,6 +43,8 @@ PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
     results.ScheduleView: "A schedule",
     results.Due: "A due time",
     results.LookedAfter: "A run that was looked after",
+    results.QueuedRun: "A queued run",
+    results.CostView: "What something has cost",
 }
 
 
@@ -107,7 +109,7 @@ def _type(field: dict[str, Any], whole: dict[str, Any]) -> str:
         return " or ".join(_type(each, whole) for each in field["anyOf"])
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        heading = next(words for model, words in PARTS_OF_RESULTS.items() if model.__name__ == name)
+        heading = {model.__name__: words for model, words in PARTS_OF_RESULTS.items()}[name]
         return f"[{heading[:1].lower()}{heading[1:]}](#{heading.lower().replace(' ', '-')})"
     if "enum" in field:
         return ", ".join(field["enum"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -177,23 +176,11 @@ def main(args: list[str] | None = None) -> Any:
 
 def _told(error: Exception) -> MgpuError | None:
     """The error as users are told of it; None: it is a bug."""
-    from mgpu.errors import MgpuError
+    from mgpu.errors import MgpuError, of_this_machine
 
     if isinstance(error, MgpuError):
         return error
-    if isinstance(error, click.ClickException):
-        return _mistake(error)
-    return _of_this_machine(error) if isinstance(error, OSError) else None
-
-
-def _of_this_machine(error: OSError) -> MgpuError | None:
-    """A disk that is full, or that this user may not write to."""
-    from mgpu.errors import InputError
-
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-        return None
-    cure = "Make room, or give this user the right to it; XDG_STATE_HOME and XDG_DATA_HOME name other folders for mgpu."
-    return InputError(f"{error.filename or 'a file'}: {error.strerror}", "This machine refused it to mgpu.", cure)
+    return _mistake(error) if isinstance(error, click.ClickException) else of_this_machine(error)
 
 
 def _mistake(error: click.ClickException) -> MgpuError:

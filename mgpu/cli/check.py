@@ -25,7 +25,8 @@ _MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 @click.option("--on-node", metavar="RUN", help="Ask the machines of this run instead: driver, GPUs, Docker, image.")
 @parameters.json_option
 def check(provider: str | None, run_file: Path | None, profile: str | None, on_node: str | None, as_json: bool) -> int:
-    """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its providers.
+    """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its providers. Of a sweep, for
+    all its runs.
 
     Rents and changes nothing. Exit code 3 where something is missing that a run cannot do without.
     """
@@ -39,13 +40,17 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
         return _on_node(console, on_node)
     found: list[Finding] = []
     sellers = _needed(provider, run_file)
-    for name, needed in sellers.items():
-        options = dict(needed.provider_options) if needed else {}
-        if profile and (len(sellers) == 1 or "profile" in entry(name).options.model_fields):
-            options = agreement.with_profile(name, options, profile, "Leave it out.")
-            needed = needed.model_copy(update={"provider_options": options}) if needed else None
-        with console.waiting(f"asking {name}"):
-            found += _findings(registry.get(name, options), needed)
+    for name, asked in sellers.items():
+        lines: dict[str, Finding] = {}  # of several runs what is the same of all is one line
+        for needed in asked or [None]:
+            options = dict(needed.provider_options) if needed else {}
+            if profile and (len(sellers) == 1 or "profile" in entry(name).options.model_fields):
+                options = agreement.with_profile(name, options, profile, "Leave it out.")
+                needed = needed.model_copy(update={"provider_options": options}) if needed else None
+            with console.waiting(f"asking {name}"):
+                told = _findings(registry.get(name, options), needed)
+            lines |= {each.model_dump_json(): each for each in told}
+        found += lines.values()
     return _told(console, (*found, _engine()))
 
 
@@ -85,22 +90,31 @@ def _told(console: Console, found: tuple[Finding, ...]) -> int:
     return ProviderError.exit_code if any(each.status == "failed" for each in found) else 0
 
 
-def _needed(provider: str | None, run_file: Path | None) -> dict[str, Requirements | None]:
-    """The providers to look at, and what the run file asks of each; None: there is none, or it does not name it."""
+def _needed(provider: str | None, run_file: Path | None) -> dict[str, list[Requirements]]:
+    """The providers to look at, and what the runs of the run file ask of each, the same once; nothing: there is no run
+    file, or it does not name that one."""
     from mgpu.plan import rank
     from mgpu.run.job import on_sale
-    from mgpu.spec.load import first
+    from mgpu.spec.load import sweep
 
     path = run_file or Path(wiring.RUN_FILE)
     if run_file is None and provider and not path.exists():
-        return {provider: None}
-    spec = first(path)
+        return {provider: []}
+    runs = [spec for _, spec in sweep(path)]
     if provider is None:
-        return {name: rank.requirements(spec.of(name)) for name in on_sale.sellers(spec)}
-    if run_file is None and provider not in spec.candidates:
-        return {provider: None}  # this folder's run file is for another provider
-    agreement.require_for(spec, provider, path, "check")
-    return {provider: rank.requirements(spec.of(provider))}
+        wanted = [(name, spec) for spec in runs for name in on_sale.sellers(spec)]
+    else:
+        wanted = [(provider, spec) for spec in runs if provider in spec.candidates]
+        if not wanted and run_file is None:
+            return {provider: []}  # this folder's run file is for another provider
+        if not wanted:
+            agreement.require_for(runs[0], provider, path, "check")
+    found: dict[str, list[Requirements]] = {}
+    for name, spec in wanted:
+        needed = rank.requirements(spec.of(name))
+        if needed not in found.setdefault(name, []):
+            found[name].append(needed)
+    return found
 
 
 def _engine() -> Finding:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mgpu.image.publish import Site
     from mgpu.image.registry.registry import ImageManifest
     from mgpu.spec.image import ImageSpec
+    from mgpu.spec.model import RunSpec
 
 _LOCAL = "mgpu/image"  # what is built for this machine's engine alone
 _OURS = "dev.mgpu."
@@ -70,9 +71,9 @@ def build(run_file: Path, as_json: bool) -> None:
 def push(run_file: Path, as_json: bool) -> None:
     """Make sure that the image of RUN_FILE is in its registry, and print it by its digest.
 
-    What is there is neither built nor pushed, and needs no Docker engine.
+    What is there is neither built nor pushed, and needs no Docker engine. Of a sweep those of all its runs are.
     """
-    _push(Console(as_json=as_json), *_described(run_file))
+    _push(Console(as_json=as_json), _of_all_runs(run_file))
 
 
 @image.command()
@@ -105,23 +106,26 @@ def operator(repository: str, platform: str, ca_file: Path | None, secrets: tupl
         wrong = error.errors()[0]
         what, why = f"{wrong['loc'][0]} {wrong['input']}", f"It {refusal(wrong, str(wrong['input']))}."
         raise InputError(what, why, "Mend that: `mgpu image operator --help`.") from error
-    _push(Console(as_json=as_json), spec, Site(Path.cwd(), None, os.environ))
+    _push(Console(as_json=as_json), [(spec, Site(Path.cwd(), None, os.environ))])
 
 
-def _push(console: Console, spec: ImageSpec, site: Site) -> None:
+def _push(console: Console, images: list[tuple[ImageSpec, Site]]) -> None:
     from mgpu.image import cancellable
     from mgpu.run.job.images import cancelling, told
 
-    with cancelling() as cancelled:
-        published = cancellable.ensure(spec, site, console.emit, cancelled)
-    console.done()
+    there = list[dict[str, Any]]()
+    for spec, site in images:
+        with cancelling() as cancelled:
+            published = cancellable.ensure(spec, site, console.emit, cancelled)
+        console.done()
+        there.append(asdict(published))
+        if not console.as_json:
+            console.say(told(published))
+            console.text(published.reference)
     if console.as_json:
         from mgpu.cli import results
 
-        console.result(results.Pushed(**asdict(published)))
-        return
-    console.say(told(published))
-    console.text(published.reference)
+        console.result(results.Pushed(**there[0]) if len(there) == 1 else results.PushedAll(images=there))
 
 
 @image.command()
@@ -157,16 +161,38 @@ def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> Non
 
 
 def _described(run_file: Path, repository: str | None = None) -> tuple[ImageSpec, Site]:
-    """The image of a run file, and where it goes; `repository`: unless the run file says."""
-    from mgpu.image import place
-    from mgpu.run.job.stack_output import provider_for
+    """The image of a run file, and where it goes, of a sweep that of the first run; `repository`: unless the run file
+    says."""
     from mgpu.spec.load import sweep
 
     specs = [spec for _, spec in sweep(run_file)]
-    spec = specs[0]
-    if any(each.image != spec.image for each in specs):
+    if any(each.image != specs[0].image for each in specs):
         what = f"{run_file} is a sweep of {len(specs)} runs, whose images differ"
-        raise InputError(what, "", "`mgpu submit` builds and pushes what each needs.")
+        raise InputError(what, "", "`mgpu image push` builds and pushes what each needs.")
+    return _of_run(run_file, specs[0], repository)
+
+
+def _of_all_runs(run_file: Path) -> list[tuple[ImageSpec, Site]]:
+    """The images of all runs of a run file, and where they go; those that are the same, and go to the same place,
+    once."""
+    from mgpu.spec.load import sweep
+
+    found: list[tuple[ImageSpec, Site]] = []
+    asked: list[object] = []
+    for _, spec in sweep(run_file):
+        if (whose := (spec.image, spec.providers, spec.options, spec.regions)) in asked:  # many providers ask a service
+            continue
+        asked.append(whose)
+        image, site = _of_run(run_file, spec)
+        if not any((image, site.repository) == (other, there.repository) for other, there in found):
+            found.append((image, site))
+    return found
+
+
+def _of_run(run_file: Path, spec: RunSpec, repository: str | None = None) -> tuple[ImageSpec, Site]:
+    from mgpu.image import place
+    from mgpu.run.job.stack_output import provider_for
+
     if spec.image is None:
         cure = "Add one: `image: {}` is the trainer's, `image: {reference: ...}` one that exists."
         raise InputError(f"{run_file} has no `image:`", "Its nodes run without a container.", cure)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli.common import closing, parameters
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.record.record import Record, State, busy, find, load, save, supervised, supervising, unsettled
@@ -30,13 +30,13 @@ def queue() -> None:
 @parameters.json_option
 def ls(as_json: bool) -> int:
     """List them in their order, and what each waits for."""
-    console = Console(as_json=as_json)
-    line, at_work = _line()
+    console, damaged = Console(as_json=as_json), dict[str, InputError]()
+    line, at_work = _line(lambda error: damaged.update({error.what: error}))
     if as_json:
         from mgpu.cli.results import Queue, QueuedRun
 
         console.result(Queue(queued=[QueuedRun.of(each) for each in line]))
-        return 0
+        return _told(console, damaged.values())
     if line:
         columns = ("run", "priority", "by", "since", "setting", "waits for")
         console.table(columns, [_row(each) for each in line], spare=("by", "since", "setting"))
@@ -44,7 +44,12 @@ def ls(as_json: bool) -> int:
         console.prose("no run is queued")
     console.prose(f"at work: {count(at_work, 'run')}")
     console.next("mgpu reconcile    begin with what nothing holds up" if line else "mgpu submit")
-    return 0
+    return _told(console, damaged.values())
+
+
+def _told(console: Console, damaged: Iterable[InputError]) -> int:
+    """The exit code, once it is said which records cannot be read: such a run is in no line."""
+    return max((wiring.exit_with(console, error) for error in damaged), default=0)
 
 
 @queue.command()
@@ -82,18 +87,19 @@ def rm(context: click.Context, run: str, as_json: bool) -> int:
     return context.invoke(stop, run=_queued(run).run_id, as_json=as_json, wait=True)
 
 
-def _line() -> tuple[list[Queued], int]:
-    """The queue, and how many runs are at work."""
+def _line(damaged: Callable[[InputError], None] = lambda _: None) -> tuple[list[Queued], int]:
+    """The queue, and how many runs are at work; `damaged` is told why a record cannot be read."""
     from mgpu.run.fleet import reuse
+    from mgpu.schedule import kept
     from mgpu.schedule.decide import Seen
     from mgpu.schedule.decide import queue as line_up
 
-    seen = {record.run_id: Seen(record, supervised(record.run_id)) for record in unsettled()}
+    seen = {record.run_id: Seen(record, supervised(record.run_id)) for record in unsettled(damaged)}
     now = time.time()
     fleets = reuse.standing(now) if any(each.in_line for each in seen.values()) else []
 
     def found(run_id: str) -> Record | None:
-        return seen[run_id].record if run_id in seen else find(run_id)
+        return seen[run_id].record if run_id in seen else kept.run_of(run_id, damaged)
 
     return line_up(seen.values(), found, fleets, now), sum(each.at_work for each in seen.values())
 

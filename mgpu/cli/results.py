@@ -470,6 +470,12 @@ class Pushed(Result):
     labels: dict[str, str]
 
 
+class PushedAll(Result):
+    """`mgpu image push` of a sweep whose runs have several images, or one in several places."""
+
+    images: list[dict[str, Any]] = Field(description="what is said of one, of each")
+
+
 class Inspected(Result):
     """`mgpu image inspect`."""
 

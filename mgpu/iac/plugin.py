@@ -100,6 +100,7 @@ def _schema() -> str:
 
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
+    parent = os.getppid()  # first: of an engine that dies meanwhile
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     hard_cap_at, max_usd = (float(os.environ.get(name) or 0) for name in (HARD_CAP, MAX_USD))
     ranked_up_to = json.loads(os.environ.get(RANKED_UP_TO) or "[]")
@@ -107,9 +108,9 @@ def main() -> None:
     searches = int(os.environ[SEARCHES]) if os.environ.get(SEARCHES) else None
     known = Handlers(times, hard_cap_at, image, max_usd, ranked_up_to, searches)
     server, port = serve(Servicer(known, _schema, engine, tokens.AWS_CONFIG))
+    threading.Thread(target=_end_when_orphaned, args=(parent,), daemon=True).start()
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
-    threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()
     server.wait_for_termination()
 
 

@@ -6,18 +6,20 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from textwrap import shorten
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import ConfigDict, Field
 
-from mgpu.errors import InvalidRequest, MgpuError
+from mgpu.errors import InvalidRequest, MgpuError, ProviderError, RateLimited, Transient
 from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _AGE = {"stock", "fetched_at", "most_usd_per_hour"}  # what differs between two looks at one offer
 
 
@@ -507,6 +509,21 @@ class DriverFacts(Protocol):
     def driver_of(self, handle: Handle) -> MachineDriver | None:
         """The driver that these machines have booted with; None: not known."""
         ...
+
+
+def of_each(items: Iterable[_T], ask: Callable[[_T], _R]) -> list[_R]:
+    """What `ask` says of each, in their order; for what is given back: a machine that stays because another one does
+    costs money. Raises the first ProviderError once all were asked; one that passes comes before others, because the
+    same call is made again after it."""
+    said, failed = list[_R](), list[ProviderError]()
+    for item in items:
+        try:
+            said.append(ask(item))
+        except ProviderError as error:
+            failed.append(error)
+    if failed:
+        raise next((error for error in failed if isinstance(error, Transient | RateLimited)), failed[0])
+    return said
 
 
 def listing(provider: Provider, owner: str) -> Listing:

@@ -78,7 +78,10 @@ def deadline(connection: Connection, channel: paramiko.Channel, seconds: float, 
 
     timer = threading.Timer(seconds, expire)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError as error:  # there is no thread left for it, and without one it could wait for ever
+        raise connection.failure(doing, f"{error}.") from error
     try:
         yield
     except FOREIGN:

@@ -130,7 +130,7 @@ def _open(
         transport = _log_in(wire, end, key, timeouts)
     except RemoteError:
         raise
-    except FOREIGN as error:
+    except (*FOREIGN, RuntimeError) as error:  # there may be no thread left for it
         cause = (wire.fault if wire else "") or _cause(error)
         raise _failed(end, "could not be connected to", cause) from error
     return Connection(target, transport, wire, outer)

@@ -236,7 +236,10 @@ def put_in_place(aside: Path, entries: Dict[str, str], sent: List[str]) -> int: 
             raise Refused(f"{path} is a folder here, with files that are not from sync")
         (aside / str(number)).replace(path)
         after[name] = (entries[name], mark_of(path))
-    save(after, aside)
+    if after:
+        save(after, aside)
+    else:  # nothing for another folder to begin with
+        Path(MANIFEST).unlink()
     return len(gone)
 
 

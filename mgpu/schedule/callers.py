@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -68,7 +68,8 @@ class Command:
 @dataclass(frozen=True)
 class Caller:
     """One way. `files`: by path, what is in them; `own`: those that are the user's once they are there; `begin` and
-    `end`: what puts it to work, and ends it; `by_hand`, `by_hand_after`: what is left to the user."""
+    `end`: what puts it to work, and ends it; `by_hand`, `by_hand_after`: what is left to the user; `require`: that what
+    `begin` goes by is so still, raises StackError."""
 
     files: Mapping[Path, str]
     own: Mapping[Path, str] = field(default_factory=dict)
@@ -76,9 +77,11 @@ class Caller:
     end: tuple[Command, ...] = ()
     by_hand: tuple[str, ...] = ()
     by_hand_after: tuple[str, ...] = ()
+    require: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Writes the files, for this user alone, and puts it to work. Raises OSError, StackError."""
+        self.require()
         for path, text in self.files.items():
             _write(path, text)
         for path, text in self.own.items():
@@ -161,13 +164,21 @@ def cron(every_s: float, needs: Needs) -> Caller:
     script, mark = _script(needs), f"# {caller_name()}"
     log = paths.state_dir() / f"{caller_name()}.log"
     line = f"{fields(every_s)} /bin/sh {shlex.quote(str(script.path))} >> {shlex.quote(str(log))} 2>&1 {mark}"
-    others = [each for each in _crontab() if not each.endswith(mark)]
+    before = _crontab()
+    others = [each for each in before if not each.endswith(mark)]
+
+    def require() -> None:
+        if _crontab() != before:
+            what, why = "the crontab has changed since it was read", "What was written would take that back."
+            raise StackError(what, why, "Nothing was written; install again.")
+
     return Caller(
         files={script.path: script.text},
         own={script.secrets: script.empty},
         begin=(Command(("crontab", "-"), _lines([*others, line.replace("%", "\\%")])),),
         end=(Command(("crontab", "-"), _lines(others)),),
         by_hand=(*script.by_hand, f"tail -f {shlex.quote(str(log))}    what the passes said"),
+        require=require,
     )
 
 

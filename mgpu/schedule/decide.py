@@ -214,9 +214,11 @@ def advanced(schedule: Schedule, record: Callable[[str], Record | None], now: fl
 
 
 def by_hand(schedule: Schedule, record: Callable[[str], Record | None], now: float) -> Schedule:
-    """The schedule with `now` as a time of its own, which is last in its history."""
+    """The schedule with `now` as a time of its own, which is last in its history. While the schedule is paused it does
+    not wait."""
     after = advanced(schedule, record, now)
     _place(after, DueTime(now, Outcome.STARTING, now, by_hand=True), now)
+    _free_one(after, now)
     return after
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from mgpu.backend import location, objects, outbox
-from mgpu.errors import InputError
+from mgpu.errors import InputError, StackError
 from mgpu.run.record import files, shared
 from mgpu.run.record.record import Record, State, find
 from mgpu.schedule.model import Schedule, parsed
@@ -75,13 +75,19 @@ def _there(name: str) -> Found:
 
 
 def add(schedule: Schedule) -> None:
-    """Keeps a new schedule. Raises InputError: there is one of that name; StackError."""
+    """Keeps a new schedule. Raises InputError: there is one of that name; StackError: it may be kept, if the error says
+    so."""
     from mgpu_train.store import Ambiguous
 
     here = location.current()
     with here.asking("written"), suppress(Ambiguous):  # whoever reads it back finds out
         here.ours.put_if_absent(_key(schedule.name), schedule.to_json())
-    there = _find(schedule.name)
+    try:
+        there = _find(schedule.name)
+    except StackError as error:
+        what = f"schedule {schedule.name} may be kept, and start its runs: nobody has confirmed it"
+        cure = f"`mgpu schedule ls` says whether it is, `mgpu schedule rm {schedule.name}` takes it away."
+        raise StackError(what, f"{error.what}: {error.why}", cure) from error
     if there is None or there.schedule.uid != schedule.uid:
         _remove_submission(schedule.submission)
         raise _taken(schedule.name)

@@ -155,6 +155,7 @@ def parsed(data: bytes, name: str) -> Schedule:
         rules = {"if_running": IfRunning(whole["if_running"]), "if_missed": IfMissed(whole.get("if_missed", "none"))}
         history = [_due(each) for each in whole["history"]]
         found = Schedule(**{**known_fields(Schedule, whole), **rules, "history": history})
+        found.run["name"]  # whoever decides needs it, for all schedules at once
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise Damaged(f"schedule {name} cannot be read", str(error), cure) from error
     try:

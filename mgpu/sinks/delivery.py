@@ -192,12 +192,11 @@ class Delivery:
 
     def _started(self, whose: str, sinks: Callable[[], Makers]) -> list[_Thread]:
         try:
-            makers = sinks()
+            return [_Thread(name, make, self._emit, self._queued) for name, make in sinks().items()]
         except Exception as error:  # noqa: BLE001  no sink is worth a run
             self._emit(Warned(f"{whose} has no sinks from here on: {error}"))
             self._without.add(whose)
             return []
-        return [_Thread(name, make, self._emit, self._queued) for name, make in makers.items()]
 
 
 def _failed(threads: list[_Thread]) -> bool:

@@ -22,6 +22,7 @@ def as_list(value: Any) -> Any:
 
 
 Market = Literal["spot", "on-demand", "spot-then-on-demand"]
+LEAST_HOURS = 0.01  # of a hard cap: half a minute, below it machines end before anything has begun
 MOST_HOURS = 24 * 60  # of a hard cap, and of all that is waited for
 WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Word = Annotated[

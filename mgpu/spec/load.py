@@ -12,7 +12,7 @@ import ast
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
@@ -89,13 +89,14 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
     `changes` give is no axis of it. Arguments and errors as of `load`."""
     document, changes = _read(path), [*changes]
     _change(document, changes)
+    named = _named_by(document)
     axes = _axes(document, {change.at for change in changes})
     if not axes:
         return [({}, _checked(document, path.parent))]
     runs, wrong = list[tuple[dict[str, str], RunSpec]](), dict[str, Problem]()
     for values in product(*axes):
         each = deepcopy(document)
-        _change(each, values)
+        _change(each, values, named)
         try:
             spec = _checked(each, path.parent)
         except SpecError:
@@ -107,9 +108,17 @@ def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, st
     return runs
 
 
-def _change(document: Document, changes: Iterable[Change]) -> None:
+def _named_by(document: Document) -> set[str]:
+    """The providers that runs of a `matrix` over them may have machines of."""
+    matrix = document.data.get("matrix") if isinstance(document.data, dict) else None
+    named = matrix.get("provider") if isinstance(matrix, dict) else None
+    return {*candidates(map(str, named))} if isinstance(named, list) else set()
+
+
+def _change(document: Document, changes: Iterable[Change], others: Set[str] = frozenset()) -> None:
     """Makes the changes. Where one of them names another provider, the file's blocks of those that it leaves out say
-    nothing of this run; one that a change is in is still a mistake."""
+    nothing of this run; one that a change is in is still a mistake, unless it says something of `others`, which other
+    runs of the file name."""
     made = set[Where]()
     for change in changes:
         change.make(document)
@@ -117,7 +126,8 @@ def _change(document: Document, changes: Iterable[Change]) -> None:
     named = as_list(document.data.get("provider")) if isinstance(document.data, dict) else None
     if ("provider",) not in made or not isinstance(named, tuple):
         return
-    changed = {at[0] for at in made} | {at[0] for at, mark in document.marks.items() if at and mark.origin}
+    earlier = {at[0] for at, mark in document.marks.items() if at and mark.origin}
+    changed = {at[0] for at in made} | (earlier - others)
     for name in ({*installed().names} & {*document.data}) - {*candidates(map(str, named)), *changed}:
         document.forget((name,))
         del document.data[name]

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from mgpu.spec import sink as sinks
-from mgpu.spec.block import MOST_HOURS, Block, MachineKeys, Names, ProviderOptions, Word, as_list
+from mgpu.spec.block import LEAST_HOURS, MOST_HOURS, Block, MachineKeys, Names, ProviderOptions, Word, as_list
 from mgpu.spec.expect import Expectation
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.provider import installed, on_this_machine
@@ -211,7 +211,7 @@ class Keys(MachineKeys, _Named):
     """What every run file may say: all but the providers' own blocks."""
 
     max_hours: float = Field(
-        ge=0.01,  # half a minute: below it machines end before anything has begun
+        ge=LEAST_HOURS,
         le=MOST_HOURS,
         description="hard cap: hours after which the machines end, whatever happens",
     )

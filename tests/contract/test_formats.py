@@ -264,6 +264,11 @@ def test_the_page_is_what_the_models_say(writer, name):
     assert writer.filled(name, page(name)) == page(name), "run `python scripts/write_formats.py`"
 
 
+def test_the_page_has_what_every_command_prints(writer):
+    named = {" ".join((each.__doc__ or "").split()) for each in writer._subclasses(writer.results.Result)}
+    assert [each for each in named if f"\n### {each.removesuffix('.')}\n" not in page("json.md")] == []
+
+
 def test_the_schema_file_is_what_mgpu_spec_prints():
     from mgpu.spec.schema import text
 

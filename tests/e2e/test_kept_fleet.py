@@ -100,6 +100,8 @@ def test_two_queued_runs_share_the_node_of_a_kept_fleet(project, keeper):
     for run in ends(project, *both, waits):
         assert (run["state"], run["attempt"], run["recoveries"]) == ("succeeded", 1, 0), run
         assert run["checkpoint_step"] == 60, "its own, whatever the others save"
+    left = {path.parents[1].name for path in (state_dir() / "local").rglob("runs/*/work/train.py")}
+    assert left == {keeper["run_id"]}, "the copies of those who shared it are gone"
     cores = [
         json.loads(line.partition("cores ")[2])
         for run in both

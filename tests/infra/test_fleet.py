@@ -133,6 +133,23 @@ def test_check_names_everything_that_is_wrong_at_once(wire, here):
     assert failures["sshPublicKey"] == "is needed"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"maxHours": 1441}, "must be from 0.01 to 1440, not 1441"),
+        ({"maxHours": 0.001}, "must be from 0.01 to 1440, not 0.001"),
+        ({"leaseMinutes": 1e6}, "must be from 0 to 86400, not 1000000"),
+    ],
+)
+def test_check_keeps_times_within_the_bounds_of_a_run_file(wire, here, given, words):
+    """In a program of the user's own; machines would live for years."""
+    (failure,) = wire.check(here, WANTED | given).failures
+    assert (failure.property, failure.reason) == (next(iter(given)), words)
+    assert not wire.check(here, WANTED | given, WANTED | given).failures, "a fleet of before can still be repaired"
+    assert not wire.check(here, WANTED | dict.fromkeys(given, UNKNOWN)).failures
+    assert not wire.check(here, WANTED | {"maxHours": 1440, "leaseMinutes": 86400}).failures
+
+
 def test_check_names_a_provider_that_there_is_not(wire, here):
     (failure,) = wire.check(here, WANTED | {"provider": "clowd"}).failures
     assert failure.property == "provider"

@@ -117,6 +117,20 @@ def test_a_hanging_command_ends_at_its_deadline_and_the_connection_lives_on(node
     assert node.run(["echo", "on"], timeout=20).stdout == b"on\n"
 
 
+def test_without_a_thread_for_its_deadline_nothing_is_waited_for(node, monkeypatch):
+    """As without a file for a connection: a node that cannot be asked now, and may be later."""
+
+    def full(_timer):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Timer, "start", full)
+        with pytest.raises(ConnectionFailed, match="true") as failed:
+            node.run(["true"], timeout=20)
+    assert "can't start new thread" in failed.value.why
+    assert node.run(["true"], timeout=20).status == 0
+
+
 def test_a_deadline_on_a_connection_that_is_dead_says_nothing_of_its_own(node, monkeypatch):
     """What is sent to close a channel may fail as all else does."""
     said, waits = list[object](), threading.Event()

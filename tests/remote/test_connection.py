@@ -57,6 +57,18 @@ def test_a_reused_address_with_a_new_key_is_refused_on_reconnect(new_server, ope
     assert node.closed
 
 
+def test_without_a_thread_for_it_there_is_no_connection_now(server, keys, timeouts, monkeypatch):
+    def full(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", full)
+        with pytest.raises(ConnectionFailed) as failed:
+            connect(server.target(), keys.file, timeouts)
+    assert "can't start new thread" in failed.value.why
+    connect(server.target(), keys.file, timeouts).close()
+
+
 def test_a_key_that_the_node_does_not_know_is_refused(server, tmp_path, timeouts):
     from asyncssh import generate_private_key
 

@@ -23,7 +23,7 @@ from waiting import until
 
 from mgpu.errors import CommandFailed, ConnectionFailed, InputError
 from mgpu.remote import receiver
-from mgpu.remote.snapshot import scan
+from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import SyncReport
 
 OWN = {receiver.MANIFEST, receiver.LOCK}
@@ -144,6 +144,17 @@ def test_a_new_folder_is_sent_only_what_its_neighbour_has_not(node, folder, dest
     assert tree(there) == tree(folder)
     assert (there / "run.sh").stat().st_mode & stat.S_IXUSR
     assert tree(dest) == before
+
+
+def test_what_is_taken_away_again_leaves_what_the_node_made_and_hides_no_neighbour(node, folder, dest):
+    third = dest.parents[1] / "t/work"
+    sync(node, folder)
+    node.sync(folder, "runs/t/work", python=sys.executable)
+    (third / "pkg/output.txt").write_text("made on the node")
+    assert node.sync(Snapshot(folder, {}), "runs/t/work", python=sys.executable).deleted == 4
+    assert tree(third) == {"pkg/output.txt": b"made on the node"}
+    assert sync_next(node, folder).sent == 0, "the one that was synced last has nothing any more"
+    assert tree(dest) == tree(folder)
 
 
 def test_what_one_run_writes_into_its_code_is_mended_for_each(node, folder, dest):
@@ -505,7 +516,7 @@ def test_receiver_remembers_what_it_was_about_to_put_in_place(tmp_path, monkeypa
     assert json.loads((tmp_path / receiver.MANIFEST).read_text()).keys() == {"old", "new"}
     monkeypatch.undo()
     assert take(tmp_path, {}).out == "2"
-    assert {path.name for path in tmp_path.iterdir()} == OWN
+    assert [path.name for path in tmp_path.iterdir()] == [receiver.LOCK]
 
 
 def test_receiver_refuses_contents_that_are_not_what_was_announced(tmp_path):
@@ -523,7 +534,7 @@ def test_receiver_takes_files_programs_and_links_and_tells_what_is_still_as_it_l
     (tmp_path / "pkg/a.py").unlink()
     assert json.loads(receive("have", tmp_path, "").out) == {"link": "l:pkg/a.py"}
     assert take(tmp_path, {}).out == "3"
-    assert {path.name for path in tmp_path.iterdir()} == OWN
+    assert [path.name for path in tmp_path.iterdir()] == [receiver.LOCK]
 
 
 def test_receiver_takes_over_from_the_folder_that_was_synced_last(tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 import pytest
 
 from mgpu import errors
-from mgpu.errors import MgpuError, Problem, SpecError
+from mgpu.errors import MgpuError, Problem, SpecError, of_this_machine
 
 CLASSES = {name: each for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, MgpuError)}
 
@@ -69,3 +71,40 @@ def test_teardown_incomplete_has_a_code_of_its_own():
     others = {each.exit_code for each in CLASSES.values() if each is not errors.TeardownIncomplete}
     assert caught.value.exit_code == 7
     assert 7 not in others
+
+
+def system(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "/x")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (system(errno.ENOSPC), "/x: No space left on device"),
+        (system(errno.EACCES), "/x: Permission denied"),
+        (system(errno.EMFILE), "not enough open files"),
+        (system(errno.ENOMEM), "not enough memory"),
+        (system(errno.EAGAIN), "not enough processes"),  # of fork
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("can't start new thread"), "not enough threads"),
+    ],
+    ids=repr,
+)
+def test_what_this_machine_lacks_is_no_bug(error, words):
+    told = of_this_machine(error)
+    assert told is not None
+    assert words in told.what
+    assert (told.exit_code, len(told.why) > 1, bool(told.next_step)) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(ValueError("x"), RuntimeError("generator ignored GeneratorExit"), RecursionError("too deep")),
+        *(FileNotFoundError(2, "No such file or directory", "/x"), OSError("of somebody's own")),
+        BlockingIOError(errno.EAGAIN, "write could not complete without blocking"),
+    ],
+    ids=repr,
+)
+def test_all_else_is_one(error):
+    assert of_this_machine(error) is None

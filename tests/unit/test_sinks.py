@@ -157,6 +157,19 @@ def test_metrics_that_have_not_changed_are_no_news(console):
     assert [(event.at, event.step) for event in sink.taken if isinstance(event, MetricsSampled)] == [(1.0, 1), (3.0, 2)]
 
 
+def test_a_sink_that_no_thread_is_left_for_ends_no_run(console, monkeypatch):
+    def full(_thread):
+        raise RuntimeError("can't start new thread")
+
+    made = delivery(console, {"keeps": Keeps})
+    monkeypatch.setattr(threading.Thread, "start", full)
+    made.emit(changed("running"))
+    made.emit(changed("stopping"))
+    made.close()
+    (warned,) = [event.text for event in console if isinstance(event, Warned)]
+    assert "has no sinks from here on: can't start new thread" in warned
+
+
 def test_whatever_keeps_the_sinks_from_being_found_ends_no_run(console):
     def nowhere(_run: str) -> dict[str, Callable[[], Sink]]:
         raise ZeroDivisionError("a bug")

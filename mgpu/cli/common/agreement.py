@@ -29,8 +29,9 @@ def make_plan(spec: RunSpec) -> Plan:
     """Offers of the run file's providers, ranked. Rents nothing.
 
     Raises:
-        InputError: the disk that is asked for does not hold the run's checkpoints.
-        ProviderError: none answers, or has an offer that fits; that the disk is too small is told along with it.
+        InputError: the disk that is asked for does not hold the run's checkpoints, whatever else is in the way: that is
+            told along with it, and no provider mends it.
+        ProviderError: none answers, or has an offer that fits.
     """
     from mgpu.plan import room
     from mgpu.run.job import on_sale
@@ -39,10 +40,10 @@ def make_plan(spec: RunSpec) -> Plan:
     try:
         plan = on_sale.plan(spec)
     except MgpuError as error:
-        if small is not None:
-            error.why = "\n".join(filter(None, (error.why, small.what, small.why)))
-            error.next_step = f"{error.next_step} {small.next_step}".lstrip()
-        raise
+        if small is None:
+            raise
+        why = "\n".join(filter(None, (error.why, small.what, small.why)))
+        raise InputError(error.what, why, f"{error.next_step} {small.next_step}".lstrip()) from error
     if small is not None:
         raise small
     return plan.model_copy(update={"checkpoints": room.of(spec)})

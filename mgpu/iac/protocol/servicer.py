@@ -22,7 +22,7 @@ from pulumi.runtime.proto import engine_pb2, engine_pb2_grpc, plugin_pb2, provid
 from mgpu import __version__, paths
 from mgpu.backend import location
 from mgpu.backend.owner import owner
-from mgpu.errors import MgpuError
+from mgpu.errors import MgpuError, of_this_machine
 from mgpu.events import Event, ImageStep, LayerPushed, Note, OfferTried, Warned
 from mgpu.iac import failures
 from mgpu.iac.protocol.handler import Call, Difference, Handler, Settings
@@ -56,6 +56,8 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
         except MgpuError as error:
             context.abort(grpc.StatusCode.UNKNOWN, failures.describe(error))
         except Exception as bug:  # noqa: BLE001  a bug must reach the user as one, with its trace
+            if (short := of_this_machine(bug)) is not None:
+                context.abort(grpc.StatusCode.UNKNOWN, failures.describe(short))
             trace = "".join(traceback.format_exception(bug))
             context.abort(grpc.StatusCode.UNKNOWN, f"a bug in pulumi-resource-mgpu: {bug!r}\n{trace}")
 

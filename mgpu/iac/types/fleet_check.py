@@ -9,6 +9,7 @@ from mgpu.iac.protocol.wire import has_unknown
 from mgpu.iac.types.fleet_model import FleetInputs, problems
 from mgpu.providers import registry
 from mgpu.providers.base import Rekeys
+from mgpu.spec.block import LEAST_HOURS, MOST_HOURS
 
 
 def checked(call: Call, old: Properties, new: Properties) -> Checked:
@@ -17,7 +18,9 @@ def checked(call: Call, old: Properties, new: Properties) -> Checked:
     defaults = {"name": old.get("name") or name, "owner": old.get("owner") or call.settings.owner}
     inputs = defaults | {key: value for key, value in new.items() if value is not None}
     unknown = {key for key, value in inputs.items() if has_unknown(value)}
-    wrong = problems(inputs, unknown)
+    # a fleet that has such a value from before can still be repaired
+    fresh = {key: value for key, value in inputs.items() if key not in unknown and value != old.get(key)}
+    wrong = _out_of_bounds(fresh) | problems(inputs, unknown)
     if not wrong and not unknown & {"provider", "market", "nodes"}:
         wrong = _beyond(FleetInputs.model_validate(inputs | stand_ins(unknown)))
     if wrong:
@@ -43,6 +46,14 @@ def stand_ins(unknown: set[str]) -> Properties:
     """Values that pass, in place of those that are not known yet: the others are checked all the same."""
     inputs = FleetInputs.model_validate(_KNOWN_ENOUGH).to_wire()
     return {key: inputs[key] for key in unknown}
+
+
+def _out_of_bounds(inputs: Properties) -> dict[str, str]:
+    """Times that no run file may name, property -> reason; what is no number is told by others."""
+    bounds = {"maxHours": (LEAST_HOURS, MOST_HOURS), "leaseMinutes": (0, MOST_HOURS * 60)}
+    given = {key: inputs[key] for key in bounds if isinstance(inputs.get(key), int | float)}
+    wrong = {key: bounds[key] for key, value in given.items() if not bounds[key][0] <= value <= bounds[key][1]}
+    return {key: f"must be from {least:g} to {most:g}, not {given[key]}" for key, (least, most) in wrong.items()}
 
 
 def _beyond(wanted: FleetInputs) -> dict[str, str]:

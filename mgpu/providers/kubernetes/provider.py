@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mgpu.errors import (
@@ -42,6 +43,7 @@ from mgpu.providers.base import (
     Offers,
     Provider,
     ProxyCommand,
+    of_each,
 )
 from mgpu.providers.kubernetes import manifest, node_pool, offered
 from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Json, Missing, in_cluster
@@ -207,13 +209,15 @@ class KubernetesProvider(Provider):
             return True
         place = self._place(handle.region, handle.account)
         gang = self._gang(place, handle.token)
-        try:
-            if not gang.over:
-                self._end_job(place, handle.token, gang)
-            for pod in gang.pods:
-                self._end_pod(place, pod)
+
+        def end_pool() -> None:
             if self._pool(place, gang, handle.token):
                 node_pool.delete(place, handle.token)
+
+        ends = [] if gang.over else [partial(self._end_job, place, handle.token, gang)]
+        ends += [partial(self._end_pod, place, pod) for pod in gang.pods]
+        try:
+            of_each([*ends, end_pool], lambda end: end())
         except Exists:  # it was changed meanwhile
             return False
         left = self._gang(place, handle.token)

@@ -228,6 +228,8 @@ def watch(
         kept = borrowed or request.spec.teardown == "keep"
         if kept or not fleet.owner:
             _leave_clean(session, nodes, fleet)
+        if session.record.slots:
+            _take_code_away(session, request, nodes, ended)
         if kept:
             _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
@@ -252,6 +254,15 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
         container_setup.down(nodes, fleet, session.record.run_id, session.timeouts)
     except RemoteError as error:
         session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
+
+
+def _take_code_away(session: Session, request: Request, nodes: NodeSet, ended: Ended) -> None:
+    """Each run that shares the machines has copies of its own, which would fill their disks one after the other."""
+    there = NodeSet(node for node in nodes.nodes if node.target.rank not in ended.lost)
+    try:
+        code_upload.take_away(session, request, there)
+    except RemoteError as error:
+        session.emit(Warned(f"the run's code is left on the fleet: {error.what}"))
 
 
 def _leaving(session: Session, seconds: float) -> bool:
@@ -280,10 +291,10 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
         except StoreError as error:
             why = f"the final checkpoint could not be verified: {error}"
             if not isinstance(error, passing):
-                return Ended(False, why, Fault.INFRASTRUCTURE)
+                return replace(ended, succeeded=False, reason=why, fault=Fault.INFRASTRUCTURE)
             if ended.stopped_by:
                 return replace(ended, succeeded=False, reason=why, fault=Fault.STOPPED)
             what = f"run {record.run_id} cannot be judged now, though all its nodes say that they are done"
             session.emit(Warned(f"{what}: {why}. `mgpu attach {record.run_id}` does it once {checkpoint.to} answers"))
             return Ended(False, why, left=True)
-    return ended if found.succeeded else found
+    return ended if found.succeeded else replace(ended, succeeded=False, reason=found.reason, fault=found.fault)

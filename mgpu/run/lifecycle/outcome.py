@@ -25,6 +25,7 @@ from mgpu.errors import (
     TakenOver,
     TeardownIncomplete,
     TrainingFailed,
+    of_this_machine,
 )
 from mgpu.events import Emit, Note, RunEnded, RunEvent, RunRegressed, Warned
 from mgpu.fields import plain
@@ -100,13 +101,16 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
             return Interrupted("interrupted", error.what, "`mgpu ls` shows what is billed now.")
         return error
     except Exception as bug:
-        run_id = session.record.run_id
-        session.log("bug", what=type(bug).__name__)
+        run_id, short = session.record.run_id, of_this_machine(bug)
+        session.log("bug" if short is None else "error", what=type(bug).__name__ if short is None else short.what)
         if session.record.state is State.PROVISIONING:  # nothing trains yet: undone like any other failure
-            return _Bug(bug)
+            return short or _Bug(bug)
         go_on = f"`mgpu attach {run_id}` takes it over, `mgpu stop {run_id}` ends it"
-        session.emit(Warned(f"a bug of mgpu ends this supervisor; the run goes on without one: {go_on}"))
-        raise
+        why = "a bug of mgpu" if short is None else "what this machine lacks"
+        session.emit(Warned(f"{why} ends this supervisor; the run goes on without one: {go_on}"))
+        if short is None:
+            raise
+        raise short from bug
 
 
 def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Outcome:

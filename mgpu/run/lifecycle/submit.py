@@ -122,7 +122,11 @@ def submit_kept(
         if not files.bring_folder(folder, at):
             raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
         begins = dict.fromkeys(("created_at", "submitted_at"), time.time())
-        record = of_json({**fields, "run_id": run_id, "stack": run_id, **begins, **more})
+        try:
+            record = of_json({**fields, "run_id": run_id, "stack": run_id, **begins, **more})
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            what, cure = f"the record that {at} begins with cannot be read", "Use the newer mgpu that wrote it."
+            raise InputError(what, f"{type(error).__name__}: {error}", cure) from error
         record.project_name = project_name(folder / "program")
         record.fleet_name = fleet_name(record.project_name, run_id)
         own.make()

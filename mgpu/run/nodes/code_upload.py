@@ -129,6 +129,12 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     session.emit(Note(f"code: {count(reports[0].files, 'file')}, {most} sent to {words}"))
 
 
+def take_away(session: Session, request: Request, nodes: NodeSet) -> None:
+    """Removes from the nodes what `send` has put there; what the program has written stays. Raises RemoteError."""
+    if request.workdir is not None:
+        nodes.sync(Snapshot(session.folder.work, {}), str(RunLayout(request.run_id).work))
+
+
 @contextmanager
 def set_aside(request: Request, kept: Path | None = None) -> Iterator[Path | None]:
     """The code as it is now, in a folder beside `kept` (default: the run's own): whoever has got it moves it there.

@@ -4,7 +4,8 @@ here does anything.
     <backend>/mgpu/runs/<run>/kept.json            the run file, and of each archive its key, size and checksum
     <backend>/mgpu/runs/<run>/<archive>.tar.gz     `work`: the code; `program`: the Pulumi program, of an own stack
     <backend>/mgpu/runs/<run>/whole/<path>         small files that are written anew: the stack's configuration
-    <backend>/mgpu/runs/<run>/grown/<path>/<n>     files that only grow (logs, metrics, journals), from byte n on
+    <backend>/mgpu/runs/<run>/grown/<path>/<n>     files that only grow (logs, metrics, journals), from byte n on; none
+                                                   of these is written twice
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _SEND_EVERY_S = 180.0
 _soon: dict[str, threading.Event] = {}  # by run that is supervised here: its files are to be sent now
 _FOLLOW_EVERY_S = 5.0
 _followed: dict[str, float] = {}  # by run, when its files were brought last
-_LARGEST = 64 << 20  # bytes of a small file, and of what has grown at a time
+_LARGEST = 64 << 20  # bytes of a small file
+_PIECE = 8 << 20  # bytes of what has grown at a time
+_TRIES = 3  # to send it: between two the store is waited for
 
 
 def keep(run_id: str) -> None:
@@ -162,11 +165,29 @@ def _send_grown(store: Store, run_id: str) -> None:
         for path in _found(root, _GROWN):
             name = str(path.relative_to(root))
             with path.open("rb") as file:
-                file.seek(sent.get(name, 0))
-                while data := file.read(_LARGEST):
-                    store.put(f"{_at(run_id)}grown/{name}/{sent.get(name, 0):015}", data)
-                    sent[name] = sent.get(name, 0) + len(data)
+                begin = file.seek(sent.get(name, 0))
+                while data := file.read(_PIECE):
+                    sent[name] = begin + _put_piece(store, f"{_at(run_id)}grown/{name}/{begin:015}", data)
                     replace(root / _SENT, json.dumps(sent).encode())
+                    begin = file.seek(sent[name])
+
+
+def _put_piece(store: Store, key: str, data: bytes) -> int:
+    """How many bytes of it the backend has now: these, or what is there already. That came by a try whose answer was
+    lost; or this machine has slept on the way, and whoever has taken the run over has sent more, and goes on behind
+    it."""
+    from mgpu_train.store import Ambiguous, Unavailable
+
+    unsure: Unavailable = Ambiguous(f"{key}: {_TRIES} times it was not there after it was written")
+    for _ in range(_TRIES):
+        try:
+            if store.put_if_absent(key, data):
+                return len(data)
+        except Unavailable as error:
+            unsure = error
+        if (there := store.stat(key)) is not None:
+            return there.size
+    raise unsure
 
 
 @contextmanager

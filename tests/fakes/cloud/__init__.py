@@ -16,7 +16,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,6 +58,7 @@ class Cloud:
     retry_after_s: float = 7.0  # as those say
     quota: int = 64  # instances of the account
     locked: bool = False  # no instance can be deleted
+    stuck: Collection[str] = ()  # ids that cannot
     keys: bool = True  # idempotency keys are honoured; many APIs know none
     capacity: dict[tuple[str, str], int] = field(default_factory=lambda: dict.fromkeys(PRICES, 16))
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class Cloud:
             case "GET", ["instances"]:
                 return 200, self._page(int(query.pop("page", "1")), query)
             case (("GET" | "DELETE"), ["instances", name]) if name in self.instances:
-                if method == "DELETE" and self.locked:
+                if method == "DELETE" and (self.locked or name in self.stuck):
                     raise Refused(403, "locked", f"{name} is protected from its end")
                 if method == "DELETE":
                     self.machines.end(name)

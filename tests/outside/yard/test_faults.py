@@ -18,7 +18,7 @@ from waiting import until
 
 from mgpu import acquire
 from mgpu.acquire import Acquired
-from mgpu.errors import AuthError, NoCapacity, QuotaExceeded, TeardownIncomplete, Transient
+from mgpu.errors import AuthError, InvalidRequest, NoCapacity, QuotaExceeded, TeardownIncomplete, Transient
 from mgpu.journal import Journal
 from mgpu.plan import rank
 from mgpu.plan.model import Requirements
@@ -154,6 +154,14 @@ def test_what_cannot_be_given_back_ends_the_search_and_is_named(cloud: Cloud, re
         rent()
     assert caught.value.what == f"fleet demo: {cloud.billed[0]} at yard north may still be billed"
     assert "Run `mgpu gc`" in caught.value.next_step
+
+
+def test_a_machine_that_cannot_be_ended_keeps_no_other_one_alive(cloud: Cloud, rent):
+    made = rent(3)
+    cloud.stuck = made.handle.ids[:1]
+    with pytest.raises(InvalidRequest, match="protected from its end"):
+        YardProvider({"endpoint": cloud.endpoint}).destroy(made.handle)
+    assert cloud.billed == [*cloud.stuck]
 
 
 def test_a_key_that_is_revoked_in_the_middle_of_a_gang_hides_no_machine(cloud: Cloud, rent, clock, monkeypatch):

@@ -94,10 +94,28 @@ def test_by_default_this_folders_run_file_says_what_is_looked_at(provider):
     assert (name, options["profile"], requirements.regions) == ("aws", "work", ("eu-west-1",))
 
 
-def test_a_sweep_is_looked_at_by_its_first_run(provider):
+def test_a_sweep_is_looked_at_by_all_that_its_runs_ask_for(provider):
+    write(more="matrix: {nodes: [2, 4], env.SEED: [1, 2]}\n")
+    done = run("--json")
+    assert done.return_value == 0
+    assert [needed.nodes for _, _, needed in provider.asked] == [2, 4], "what is the same is asked once"
+    told = [each["subject"] for each in json.loads(done.stdout)["checks"]]
+    assert told == ["credentials", "Pulumi engine"], "and told once"
+
+
+def test_one_run_of_a_sweep_that_lacks_something_is_a_failure(provider):
     write(more="matrix: {nodes: [2, 4]}\n")
-    assert run().return_value == 0
-    assert [needed.nodes for _, _, needed in provider.asked] == [2]
+    provider.findings = lambda needed, here: (OK, FAILED) if needed.nodes == 4 else (OK,)
+    assert run().return_value == 3
+
+
+def test_a_sweep_over_providers_is_looked_at_at_each(provider):
+    write(more="matrix: {provider: [aws, local]}\n")
+    run()
+    assert [name for name, _, _ in provider.asked] == ["aws", "local"]
+    provider.asked.clear()
+    run("local", "mgpu.yaml")
+    assert [name for name, _, _ in provider.asked] == ["local"], "although its first run is for another"
 
 
 def test_a_provider_alone_is_looked_at_without_a_run_file(provider):

@@ -129,6 +129,26 @@ def test_a_disk_that_is_full_is_told_without_a_traceback(args, unbuffered, run_f
     assert "No space left on device" in error
 
 
+SHORT = """
+import threading
+from mgpu.cli import main
+
+def full(_thread):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = full
+main(["ls"])
+"""
+
+
+def test_a_command_that_no_thread_is_left_for_is_told_without_a_traceback(tmp_path, xdg):
+    """It asks every provider, side by side, what there is."""
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, cwd=tmp_path)
+    error, *rest = done.stderr.splitlines()
+    assert (done.returncode, len(rest)) == (2, 2), done.stderr
+    assert "this machine has not enough threads" in error
+
+
 BILLED = """
 import click
 from mgpu.cli import cli, main

@@ -24,7 +24,7 @@ from mgpu.cli import image as cli_image
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.events import ImageStep, LayerPushed
-from mgpu.image import compat, place
+from mgpu.image import compat, place, publish
 from mgpu.image.build import shipped
 from mgpu.image.compat_table import FAMILIES
 from mgpu.image.registry import registry
@@ -359,6 +359,24 @@ def test_the_image_of_a_sweep_is_that_of_all_its_runs(tmp_path):
     run_file.write_text(json.dumps(json.loads(alone) | {"matrix": {"image.args.EXTRAS": ["hf", "timm"]}}))
     with pytest.raises(InputError, match="a sweep of 2 runs, whose images differ"):
         cli_image._described(run_file)
+
+
+def test_push_of_a_sweep_pushes_to_each_place_of_its_runs_once(mgpu, at, monkeypatch):
+    named = json.loads((at / "mgpu.yaml").read_text())
+    home = named["image"].pop("repository")
+    sweep = {"matrix": {"regions": ["r1", "r2"], "train.seed": [1, 2]}}
+    (at / "mgpu.yaml").write_text(json.dumps(named | sweep | {"provider": "aws", "checkpoint": "none"}))
+
+    def site(image, folder, provider, regions, environ):
+        return publish.Site(folder, f"{home}/{regions[0]}", environ)
+
+    monkeypatch.setattr(place, "site", site)
+    first = mgpu("image", "push", "--json")
+    assert first.code == 0, first.err
+    there = [each["reference"] for each in first.json["images"]]
+    assert [name.partition("@")[0] for name in there] == [f"{home}/r1", f"{home}/r2"]
+    no_engine(monkeypatch, at)
+    assert mgpu("image", "push").out.splitlines() == there
 
 
 def test_the_provider_is_asked_for_a_repository_only_where_none_is_named(tmp_path):

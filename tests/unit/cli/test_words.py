@@ -13,8 +13,9 @@ from mgpu.cli import ls, submit
 from mgpu.cli.common import agreement, closing
 from mgpu.cli.common.agreement import Budget
 from mgpu.console import Console
-from mgpu.errors import InputError
+from mgpu.errors import InputError, NoOffer
 from mgpu.plan.model import CheckpointRoom, Cost, Offer, Plan, Requirements
+from mgpu.run.job import on_sale
 from mgpu.run.record.record import Interruption, Record, Spent, State
 from mgpu.spec.load import loads
 from mgpu.words import count
@@ -341,6 +342,21 @@ def test_a_disk_that_is_too_small_is_told_along_with_what_the_provider_does_not_
     )
     for word in ("H1000", "us-est-1") if "gpu" in wrong else ("IOPS of io2 need a disk of 256 GiB",):
         assert word in said
+
+
+def test_a_disk_that_is_too_small_is_a_mistake_of_the_run_file_beside_what_nobody_sells(monkeypatch):
+    def nothing(spec):
+        raise NoOffer("aws has no offer that meets the run file", "All cost more.", "Raise `max_price_usd_per_hour`.")
+
+    monkeypatch.setattr(on_sale, "plan", nothing)
+    with pytest.raises(InputError) as refused:
+        agreement.make_plan(loads(TOO_SMALL + "}", "f"))
+    assert refused.value.exit_code == 2
+    said = str(refused.value)
+    assert [word in said for word in ("no offer", "All cost more", "200 GiB do not hold")] == [True, True, True]
+    assert [word in refused.value.next_step for word in ("max_price_usd_per_hour", "disk_gib: ")] == [True, True]
+    with pytest.raises(NoOffer):
+        agreement.make_plan(loads(TOO_SMALL.replace("disk_gib: 200", "disk_gib: 2000") + "}", "f"))
 
 
 def test_all_that_aws_does_not_have_is_told_at_once():

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from mgpu import paths
 from mgpu.backend import location
 from mgpu.cli import cli
+from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import InputError, StackError
 from mgpu.run.lifecycle.launch import kept_for_later
@@ -168,6 +169,18 @@ def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
     for args in (("install", "--cron", "--yes"), ("uninstall", "--cron")):
         assert "`crontab -l` failed" in str(mgpu("schedule", *args).exception)
     assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
+
+
+def test_a_line_that_comes_while_the_user_is_asked_stays(user: Path, monkeypatch: pytest.MonkeyPatch):
+    def agreed(*_: object) -> bool:
+        (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
+        return True
+
+    monkeypatch.setattr(Console, "confirm", agreed)
+    assert "has changed" in str(mgpu("schedule", "install", "--cron").exception)
+    assert not (paths.config_dir() / "mgpu-reconcile.sh").exists()
+    assert mgpu("schedule", "install", "--cron").return_value == 0
+    assert (user / "tab").read_text().startswith("0 5 * * * /usr/bin/backup\n*/5 ")
 
 
 def test_two_backends_do_not_meet(user: Path, monkeypatch: pytest.MonkeyPatch):

@@ -370,6 +370,16 @@ def test_this_moment_is_a_time_too_and_waits_its_turn():
     assert again.history[1].outcome is Outcome.SKIPPED
 
 
+def test_this_moment_does_not_wait_for_a_schedule_that_is_paused():
+    """The next pass would skip it, when whoever asked for it has gone."""
+    made = by_hand(schedule(if_running=IfRunning.QUEUE, paused=True), lambda _: None, BEGIN + HOUR)
+    assert made.history[0].outcome is Outcome.STARTING
+    again = by_hand(made, lambda _: None, BEGIN + 1.5 * HOUR)
+    assert (again.history[1].outcome, again.history[1].reason) == (Outcome.SKIPPED, "the schedule was paused")
+    waits = by_hand(replace(made, paused=False), lambda _: None, BEGIN + 1.5 * HOUR)
+    assert waits.history[1].outcome is Outcome.WAITING
+
+
 def test_jitter_is_the_same_everywhere_and_holds_a_time_back():
     jittered = schedule(jitter_s=1800.0)
     (due,) = jittered.times.between(BEGIN, BEGIN + DAY, 10)[0]

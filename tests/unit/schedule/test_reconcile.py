@@ -486,6 +486,26 @@ def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     assert nights.outcomes == ["running"]
 
 
+@pytest.mark.parametrize("run", [{}, 3])
+def test_a_schedule_without_a_run_hides_no_other(nights, run):
+    nights.add()
+    found = kept.load("nightly")
+    other = replace(found, name="other", uid="u2", run=run)
+    (kept.folder(found).parents[1] / "schedules" / "other.json").write_bytes(other.to_json())
+    report = nights.works(hours=1)
+    assert [each.what for each in report.failures] == ["schedule other cannot be read"]
+    assert nights.outcomes == ["running"]
+
+
+def test_a_schedule_whose_run_this_mgpu_does_not_understand_ends_no_pass(nights):
+    """A newer one has added it."""
+    nights.add()
+    kept.change("nightly", lambda found, _: replace(found, run=found.run | {"state": "of a newer mgpu"}))
+    (failed,) = nights.works(hours=1).failures
+    assert "could not be submitted" in failed.what
+    assert "of a newer mgpu" in failed.why
+
+
 def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_removed(nights):
     nights.add()
     found = kept.load("nightly")
@@ -770,6 +790,25 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
         assert "Schedules: none yet" in str(mgpu("schedule", what, "it").exception)
 
 
+def test_a_schedule_that_may_have_come_into_the_backend_is_told_as_that(nights, monkeypatch):
+    """Else its runs begin every night, though somebody was told that it could not be added."""
+    monkeypatch.chdir(nights.world.folder)
+    real = kept._find
+
+    def away(name: str) -> Any:
+        if real(name) is not None:
+            raise StackError("the backend could not be read", "no answer")
+        return None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "_find", away)
+        failed = mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception
+    assert isinstance(failed, StackError)
+    assert "may be kept" in failed.what
+    assert "mgpu schedule rm it" in failed.next_step
+    assert mgpu("schedule", "rm", "it").return_value == 0
+
+
 def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     queued = json.loads(mgpu("submit", "--yes", "--json").stdout)
@@ -810,6 +849,18 @@ def test_a_sweep_that_fails_at_one_run_names_those_that_are_queued(nights, monke
     assert isinstance(failed, StackError)
     assert failed.to_json()["queued"] == [each.run_id for each in written] == record.ids()
     assert len(written) == 2
+
+
+def test_a_record_that_cannot_be_read_hides_no_place_in_the_queue(nights, monkeypatch):
+    """It is of a newer mgpu, say; passes go on beside it, too."""
+    monkeypatch.chdir(nights.world.folder)
+    first = json.loads(mgpu("submit", "--yes", "--json").stdout)["run_id"]
+    after = json.loads(mgpu("submit", "--yes", "--json", "--after", first).stdout)["run_id"]
+    Folder(first).record.write_text('{"state": "of a newer mgpu"}', encoding="utf-8")
+    for shown in (mgpu("queue", "ls"), mgpu("queue", "ls", "--json")):
+        assert (shown.return_value, shown.stderr.count(f"the record of run {first} cannot be read")) == (2, 1)
+        assert after in shown.stdout
+    assert mgpu("queue", "mv", after, "--first").return_value == 0
 
 
 def test_the_queue_from_the_command_line(nights, monkeypatch):

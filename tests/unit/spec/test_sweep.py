@@ -149,3 +149,12 @@ def test_providers_can_be_compared_with_the_block_of_each(write):
     ]  # fmt: skip
     with pytest.raises(SpecError, match="slurm: settings of another provider"):
         sweep(write("matrix: {provider: [slurm, hosts], slurm.partition: [x, y]}\nhosts: {addresses: [a]}\n"))
+
+
+def test_a_setting_of_the_command_line_is_for_the_providers_of_a_sweep_that_know_it(write):
+    path = write("matrix: {provider: [slurm, hosts]}\nhosts: {addresses: [a]}\n")
+    runs = [spec for _, spec in sweep(path, [Change.of("--set", "slurm.partition=x")])]
+    assert [spec.slurm and spec.slurm.partition for spec in runs] == ["x", None]
+    for wrong, why in (("slurm.partion=x", "partion"), ("kubernetes.context=x", "settings of another provider")):
+        with pytest.raises(SpecError, match=why):
+            sweep(path, [Change.of("--set", wrong)])

@@ -9,7 +9,17 @@ from typing import Any
 
 from mgpu.errors import CleanupFailed, Conflict, ProviderError, RateLimited, Transient
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, Offers, Provider
+from mgpu.providers.base import (
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    NodeState,
+    Offers,
+    Provider,
+    of_each,
+)
 from mgpu.providers.start import start_script
 from mgpu_yard.api import Api, Instance
 from mgpu_yard.options import ENTRY, YardOptions
@@ -117,7 +127,7 @@ class YardProvider(Provider):
         return tuple(map(self._handle, gangs.values()))
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
-        ended = [self._api.end(name) for name in (handle.ids if nodes is None else nodes) if name]
+        ended = of_each(filter(None, handle.ids if nodes is None else nodes), self._api.end)
         return all(each is None or each["status"] == "terminated" for each in ended)
 
     def _handle(self, made: list[Instance]) -> Handle:

@@ -206,6 +206,26 @@ def test_a_gang_is_gone_when_its_pool_is(begun: bool):
     assert looks.describe(handle).nodes[0].phase is NodePhase.TERMINATED
 
 
+def test_a_pool_goes_though_the_pods_on_it_cannot_be_ended():
+    """Its nodes are what costs money."""
+    answers, handle = gang_of([RUNNING] * 2, OPTIONS)
+    answers[POOL] = pool()
+    looks, cluster = provider(answers)
+    delete = cluster.delete
+
+    def refusing(path: str, body: Any) -> None:
+        delete(path, body)
+        if path.startswith(PODS):
+            raise PermissionDenied("DELETE", "pods is forbidden")
+
+    cluster.delete = refusing
+    with pytest.raises(PermissionDenied):
+        looks.destroy(handle)
+    deleted = [path for verb, path, _ in cluster.sent if verb == "DELETE"]
+    assert len([path for path in deleted if path.startswith(PODS)]) == 2
+    assert POOL in deleted
+
+
 def test_pods_that_wait_for_the_pools_nodes_say_so_in_its_words():
     answers, handle = gang_of([UNPLACED, RUNNING, UNPLACED], OPTIONS)
     conditions = [

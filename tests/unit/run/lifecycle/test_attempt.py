@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mgpu_train.store import Denied, Expired, Unavailable, open_store
 from mgpu.errors import CommandFailed, ConnectionFailed, Interrupted, Transient
 from mgpu.events import AttemptEnded, Warned
 from mgpu.providers.base import NodePhase
+from mgpu.remote.targets import SyncReport
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attempt
 from mgpu.run.lifecycle.attempt import conduct, watch_again
@@ -216,6 +218,57 @@ def test_a_store_that_refuses_is_not_waited_for_when_all_is_done(run, monkeypatc
     ended = run.conduct()
     assert (ended.left, ended.fault, away.left) == (False, Fault.INFRASTRUCTURE, 8)
     assert "could not be verified: not yours" in ended.reason
+
+
+@pytest.mark.parametrize("why", ["it refuses", "it has nothing newer"])
+def test_a_run_that_a_limit_has_stopped_is_stopped_whatever_the_store_says(run, monkeypatch, why):
+    """Else another attempt would begin, after the end was asked for."""
+    assert run.conduct().succeeded
+    if why == "it refuses":
+        Away(monkeypatch, 9, Denied("not yours"))
+    else:
+        run.record.damaged = {"a001-step-10": "node 0: params.bin differs"}
+    Folder("run-1").stop.touch()
+    ended = run.watch_again()
+    assert (ended.succeeded, ended.fault, ended.stopped_by) == (False, Fault.INFRASTRUCTURE, "user")
+
+
+@pytest.fixture
+def code(run):
+    """How many files of the run's code each node has."""
+    (run.folder / "t.py").write_text("pass")
+    has = dict[int, int]()
+
+    def sync(rank, snapshot, dest, **_):
+        if dest == str(run.world.nodes[rank].layout.work):
+            has[rank] = len(snapshot.entries)
+        return SyncReport(len(snapshot.entries), 0, 0, 0)
+
+    for rank, node in enumerate(run.world.nodes):
+        node.sync = partial(sync, rank)
+    run.record.kept_by, run.record.slots_of = "another", 2
+    return has
+
+
+@pytest.mark.parametrize(("slots", "left"), [([], 1), ([1], 0)])
+def test_a_run_that_shared_its_machines_leaves_no_code_on_them(run, code, slots, left):
+    """Its copies are its own, and those of many runs fill a disk; what others link to takes no room."""
+    run.record.slots = slots
+    assert run.conduct().succeeded
+    assert code == {0: left, 1: left}
+
+
+def test_a_machine_that_is_lost_is_not_asked_for_its_code_again(run, code):
+    def lost(node, job):
+        run.world.train_on(node, job)
+        if node.target.rank == 1:
+            node.reachable, node.closed = False, True
+            run.loses(1)
+
+    run.record.slots, run.world.program = [1], lost
+    assert run.conduct().lost == (1,)
+    assert code == {0: 0, 1: 1}
+    assert not [each for each in run.world.of(Warned) if "code" in each.text]
 
 
 def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):

@@ -282,27 +282,45 @@ def test_a_provider_that_cannot_be_asked_in_teardown_is_an_incomplete_teardown(p
     assert record.load("last").teardown == "asked"
 
 
-@pytest.mark.parametrize("bug", [ZeroDivisionError("a bug of ours"), OSError(28, "No space left on device")])
-def test_a_bug_before_the_training_is_undone_like_any_other_failure(project, bug):
+def test_a_bug_before_the_training_is_undone_like_any_other_failure(project):
     """I1: what nobody foresaw must not leave a fleet to its lease."""
-    project.world.connect_error = bug
-    with pytest.raises(type(bug)):  # the traceback is for whoever mends it
+    project.world.connect_error = ZeroDivisionError("a bug of ours")
+    with pytest.raises(ZeroDivisionError):  # the traceback is for whoever mends it
         project.launch()
     assert (record.load("last").state, record.load("last").exit_code) == (State.FAILED, 1)
     project.nothing_is_left()
 
 
-def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, monkeypatch):
+@pytest.mark.parametrize("lacks", [OSError(28, "No space left on device"), RuntimeError("can't start new thread")])
+def test_what_this_machine_lacks_before_the_training_is_undone_and_is_no_bug(project, lacks):
+    project.world.connect_error = lacks
+    outcome = project.launch()
+    assert isinstance(outcome.error, InputError)
+    assert str(lacks).removeprefix("[Errno 28] ") in str(outcome.error)
+    assert (record.load("last").state, record.load("last").exit_code) == (State.FAILED, 2)
+    project.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (ZeroDivisionError("a bug of ours"), ZeroDivisionError, "a bug of mgpu"),
+        (RuntimeError("can't start new thread"), InputError, "what this machine lacks"),
+    ],
+    ids=["ours", "no thread"],
+)
+def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, monkeypatch, error, raised, words):
     def broken(*_args, **_named):
-        raise ZeroDivisionError("a bug of ours")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr("mgpu.run.supervision.supervisor.decide", broken)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(raised):
             project.launch()
     left = record.load("last")
     assert not left.state.final
-    assert any(f"mgpu attach {left.run_id}" in event.text for event in project.world.of(Warned))
+    (told,) = [each.text for each in project.world.of(Warned) if f"mgpu attach {left.run_id}" in each.text]
+    assert told.startswith(f"{words} ends this supervisor")
     outcome = attach.attach(left, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0

@@ -203,7 +203,7 @@ def test_a_lock_is_kept_however_long_what_has_grown_takes_on_its_way(team: Team,
 
 def test_a_repair_does_not_wait_until_what_has_grown_is_on_its_way(team: Team, monkeypatch):
     """Machines that are left cost money meanwhile."""
-    put, begun, go_on, done = FileStore.put, threading.Event(), threading.Event(), threading.Event()
+    put, begun, go_on, done = FileStore.put_if_absent, threading.Event(), threading.Event(), threading.Event()
 
     def slow(store: FileStore, key: str, *more: Any) -> Any:
         if "/grown/" in key:
@@ -217,7 +217,7 @@ def test_a_repair_does_not_wait_until_what_has_grown_is_on_its_way(team: Team, m
 
     with team.on("a"), supervised():
         (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("hours of it\n")
-        monkeypatch.setattr(FileStore, "put", slow)
+        monkeypatch.setattr(FileStore, "put_if_absent", slow)
         shared.files.send_soon(RUN)
         assert begun.wait(60)
         threading.Thread(target=repair, daemon=True).start()
@@ -320,6 +320,57 @@ def meanwhile(
         return found
 
     monkeypatch.setattr(FileStore, call, then)
+
+
+def test_who_wakes_up_while_it_sends_a_log_cuts_off_nothing_of_whoever_has_the_run_now(team: Team, monkeypatch):
+    """A laptop that was closed in the middle of it."""
+
+    def log() -> Path:
+        Folder(RUN).make()
+        return Folder(RUN).root / "logs" / "node-0.0000.x.log"
+
+    def taken_over() -> None:
+        with team.on("b"):
+            log().write_text("one two ")
+            shared.files.send(RUN)
+        with team.on("a"):
+            pass
+
+    for call in ("put", "put_if_absent"):
+        meanwhile(monkeypatch, call, f"runs/{RUN}/grown/logs/node-0.0000.x.log/{0:015}", taken_over, before=True)
+    with team.on("a"):
+        log().write_text("one ")
+        shared.files.send(RUN)
+    with team.on("b"), log().open("a") as file:
+        file.write("three")
+        file.flush()
+        shared.files.send(RUN)
+    for machine in "ac":
+        with team.on(machine):
+            shared.files.bring_grown(RUN)
+            assert log().read_text() == "one two three"
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_what_has_grown_is_sent_once_though_an_answer_is_lost(team: Team, monkeypatch, done: bool):
+    real, failed = FileStore.put_if_absent, list[str]()
+
+    def lost(store: FileStore, key: str, data: bytes) -> bool:
+        if failed:
+            return real(store, key, data)
+        failed.append(key)
+        if done:
+            real(store, key, data)
+        raise Unavailable("no answer")
+
+    with team.on("a"):
+        Folder(RUN).make()
+        (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("its words")
+        monkeypatch.setattr(FileStore, "put_if_absent", lost)
+        shared.files.send(RUN)
+    with team.on("b"):
+        shared.files.bring_grown(RUN)
+        assert (Folder(RUN).root / "logs" / "node-0.0000.x.log").read_text() == "its words"
 
 
 @pytest.mark.parametrize("looks", [shared.unsettled, lambda: records.find(RUN)])
