@@ -18,8 +18,9 @@ from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
 from mgpu_train.agent.attempt.decide import AttemptFailed, Ended
 from mgpu_train.agent.attempt.hang import Hang
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.phases import evidence, folders, life, outputs, peers, preflight, watch
+from mgpu_train.agent.phases import evidence, folders, launcher_process, life, outputs, peers, preflight, watch
 from mgpu_train.agent.phases.launcher_process import FLIGHT, Launch
+from mgpu_train.agent.phases.prepare import prepare
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore, Said
@@ -79,6 +80,21 @@ def test_a_node_that_cannot_have_the_runs_folders_says_why(attempt, tmp_path, mo
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda _path: SimpleNamespace(free=3 << 20))
     fault, _, reason = why(lambda: folders.check_room(made))
     assert (fault, "only 3 MiB are free" in reason) == (Fault.INFRASTRUCTURE, True)
+
+
+@pytest.mark.parametrize(("resume", "stays"), [(None, []), ({"checkpoint_id": "a001-step-20", "seq": 3}, ["step-20"])])
+def test_a_disk_that_an_older_attempt_filled_has_room_for_the_next(attempt, monkeypatch, resume, stays):
+    """All that it left is deleted in any case, so it is before anything is asked of the disk."""
+    made = attempt(attempt=2, resume=resume)
+    for name in ("step-10", "step-20", "half"):
+        (made.checkpoints / name).mkdir(parents=True)
+
+    def disk(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=0 if len([*folder.iterdir()]) > 1 else 1 << 30)
+
+    monkeypatch.setattr(folders.shutil, "disk_usage", disk)
+    assert prepare(made, {}) == launcher_process.python()
+    assert [path.name for path in made.checkpoints.iterdir()] == stays
 
 
 def test_what_an_older_attempt_left_and_cannot_be_killed_ends_this_one(attempt, monkeypatch):
