@@ -23,6 +23,7 @@ IGNORE_FILE = ".mgpuignore"
 GIT_FILE = ".gitignore"
 # `[[:digit:]_]`: git knows these, pathspec takes them for the signs that they are written with
 _BRACKET, _CLASS = re.compile(r"(?<!\\)\[[!^]?\]?(?:\[:[a-z]+:\]|[^]])*\]"), re.compile(r"\[:([a-z]+):\]")
+_FOLDERS = re.compile(r"/\*\*/(?= *$)")
 _CLASSES = {
     "alnum": "a-zA-Z0-9",
     "alpha": "a-zA-Z",
@@ -97,7 +98,8 @@ class _Rules:
     def __init__(self, lines: Iterable[str]) -> None:
         """Raises ValueError: not a pattern."""
         lines = [*lines]
-        self._files = GitIgnoreSpec.from_lines(lines)
+        # `a/**/` is for folders in `a`, which pathspec takes for all in it
+        self._files = GitIgnoreSpec.from_lines(_FOLDERS.sub("/*/", line) for line in lines)
         # who asks for `a/` hears of what is in a folder `a`: of the folder itself, as if that were a file
         self._folders = GitIgnoreSpec.from_lines(_of_anything(line) for line in lines)
 

@@ -68,7 +68,13 @@ class Signal(StopRequest):
 
 
 class Patient(Trainer):
-    """Waits in every step for the save that the last one began, so that none is skipped because a disk is slow."""
+    """Waits in every step for the save that the last one began, so that none is skipped because a disk is slow.
+
+    A `Signal` counts the steps alone: validations do not ask it.
+    """
+
+    def _unless_asked(self, batches: Any) -> Any:
+        return batches
 
     def _gradients(self) -> Any:
         sums = super()._gradients()
@@ -247,7 +253,7 @@ class SlowData(Patient):
 class SlowValidation(Patient):
     """The loader is waited for in validations alone."""
 
-    def _means(self) -> dict[str, float]:
+    def _means(self, stoppable: bool) -> dict[str, float]:
         evaluate = self.engine.evaluate
 
         def slow(batches: Any) -> Any:
@@ -255,7 +261,17 @@ class SlowValidation(Patient):
             return evaluate(batches)
 
         with patch.object(self.engine, "evaluate", slow):
-            return super()._means()
+            return super()._means(stoppable)
+
+
+class LeavesValidation(Trainer):
+    """The highest rank gets a signal in the first half of each validation but the very first."""
+
+    def _unless_asked(self, batches: Any) -> Any:
+        for number, batch in enumerate(super()._unless_asked(batches)):
+            assert number < self.slices.count, "it was not left"
+            self.stop.asked = self.place.rank == self.place.world_size - 1
+            yield batch
 
 
 class AverageOfNow(Patient):
@@ -267,6 +283,13 @@ class AverageOfNow(Patient):
         with self.ema.in_place():
             averages = [each.detach().clone() for each in self.model.parameters()]
         assert all(map(torch.equal, averages, self.model.parameters()))
+
+
+LEFT = {  # validations that are left
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp", "ema": 0.9, "micro_batch": 2},
+    "pipeline": {"strategy": "single", "pipeline_parallel": 2, "micro_batch": 4},
+}
 
 
 class Runner:
@@ -349,6 +372,14 @@ def two_ranks(runner: Runner) -> None:
     elsewhere = property(lambda data: str(len(data) < 100 and runner.place.rank))  # of the validation part alone
     with patch.object(lm.Sequences, "fingerprint", elsewhere):
         runner.train("other-validation")
+    for name, settings in LEFT.items():
+        runner.train(f"{name}-whole", every_steps=100, **settings)
+        runner.train(f"{name}-left", every_steps=100, kind=LeavesValidation, stop=StopRequest(), **settings)
+        for step in (3, 6):  # each resume comes as far as the next validation
+            resume = f"{name}-left{'-on' * (step == 6)}/checkpoints/step-{step}"
+            stop = StopRequest()
+            more = "-on" if step == 3 else "-on-on"
+            runner.train(f"{name}-left{more}", resume, stop, kind=LeavesValidation, every_steps=100, **settings)
     runner.train("slow-validation", strategy="ddp", every_steps=None, kind=SlowValidation)
     with patch.object(dcp, "free_bytes", lambda: 1 << 16):
         runner.train("no-memory", strategy="fsdp", writers="rank0")

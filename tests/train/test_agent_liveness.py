@@ -163,7 +163,24 @@ def test_an_agent_that_stood_still_hears_its_peers_first():
 
 def test_alone_nobody_else_is_waited_for():
     alive = Liveness(job(), 0)
-    assert [alive.judge(now, ALONE).hung for now in (QUIET_S, QUIET_S + 1)] == [False, True]
+    looks = {now: alive.judge(now, ALONE).hung for now in range(int(QUIET_S) + 2)}
+    assert [now for now, hung in looks.items() if hung] == [QUIET_S + 1]
+
+
+def test_the_time_in_which_an_agent_alone_stood_still_is_nobodys_silence():
+    """A machine was paused, or agent and ranks by SIGSTOP: they go on where they were."""
+    alive = Liveness(job(), 0)
+    for now in range(101):
+        assert not alive.judge(now).hung
+    woken = 100 + 9 * int(HOUR)
+    looks = {now: alive.judge(now).hung for now in range(woken, woken + int(QUIET_S))}
+    assert next(now for now, hung in looks.items() if hung) == woken + QUIET_S - 100 + 1
+
+
+def test_a_sign_that_was_seen_first_after_a_standstill_counts_from_then():
+    alive = Liveness(job(), 0)
+    alive.sign(9 * HOUR)
+    assert alive.judge(9 * HOUR).until == 9 * HOUR + QUIET_S
 
 
 # --- what the agents tell each other ----------------------------------------------------------------------------------

@@ -18,8 +18,10 @@ from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
 from mgpu_train.agent.attempt.decide import AttemptFailed, Ended
 from mgpu_train.agent.attempt.hang import Hang
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.phases import evidence, folders, life, outputs, peers, preflight, watch
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.phases import evidence, folders, launcher_process, life, outputs, peers, preflight, watch
 from mgpu_train.agent.phases.launcher_process import FLIGHT, Launch
+from mgpu_train.agent.phases.prepare import prepare
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore, Said
@@ -79,6 +81,21 @@ def test_a_node_that_cannot_have_the_runs_folders_says_why(attempt, tmp_path, mo
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda _path: SimpleNamespace(free=3 << 20))
     fault, _, reason = why(lambda: folders.check_room(made))
     assert (fault, "only 3 MiB are free" in reason) == (Fault.INFRASTRUCTURE, True)
+
+
+@pytest.mark.parametrize(("resume", "stays"), [(None, []), ({"checkpoint_id": "a001-step-20", "seq": 3}, ["step-20"])])
+def test_a_disk_that_an_older_attempt_filled_has_room_for_the_next(attempt, monkeypatch, resume, stays):
+    """All that it left is deleted in any case, so it is before anything is asked of the disk."""
+    made = attempt(attempt=2, resume=resume)
+    for name in ("step-10", "step-20", "half"):
+        (made.checkpoints / name).mkdir(parents=True)
+
+    def disk(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=0 if len([*folder.iterdir()]) > 1 else 1 << 30)
+
+    monkeypatch.setattr(folders.shutil, "disk_usage", disk)
+    assert prepare(made, {}) == launcher_process.python()
+    assert [path.name for path in made.checkpoints.iterdir()] == stays
 
 
 def test_what_an_older_attempt_left_and_cannot_be_killed_ends_this_one(attempt, monkeypatch):
@@ -268,9 +285,51 @@ def test_an_operator_in_haste_learns_where_the_ranks_of_what_may_hang_were(attem
     seen = watch.Watch(made, None)
     made.stop.ask(now=True)
     for clock[0], hang in ((40, None), (60, "rank 0 waits in all_reduce")):
-        seen._act(SimpleNamespace(kill=killed.append), along=False)
+        seen._act(SimpleNamespace(kill=killed.append, foreign=False), along=False)
         assert made.report.status.hang == hang, "it may hang once half of its time is over"
     assert len(killed) == 2
+
+
+def test_a_launcher_that_runs_as_root_by_sudo_is_told_of_and_not_waited_for(attempt, monkeypatch):
+    """No signal reaches it: that once failed the agent, with its uploads, or had it try for ever."""
+
+    def refuse(*_given: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    made = attempt(timeouts={**TIMES, "stop_grace_s": 0.05})
+    made.stop.ask()
+    monkeypatch.setattr(launcher_process.subprocess.Popen, "send_signal", refuse)
+    monkeypatch.setattr(launcher_process.procs.signal, "pidfd_send_signal", refuse)
+    monkeypatch.setattr(launcher_process, "below", lambda: [] if not started else [procs.of(started[0])])
+    started: list[int] = []
+    launch = launcher_process.subprocess.Popen.__init__
+
+    def remember(self, *given, **more) -> None:
+        launch(self, *given, **more)
+        started.append(self.pid)
+
+    monkeypatch.setattr(launcher_process.subprocess.Popen, "__init__", remember)
+    try:
+        fault, _, reason = why(lambda: watch.Watch(made, None).run(Launch(["sleep", "600"], {}, made.work)))
+        assert (fault, "this node was asked to stop; the launcher runs as another user" in reason) == (
+            Fault.STOPPED,
+            True,
+        )
+        assert "cannot be asked to save and exit: start it without sudo" in said(made)
+    finally:
+        for pid in started:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+
+
+def test_a_rank_that_runs_as_root_by_sudo_is_passed_over_where_the_others_are_asked(attempt, monkeypatch):
+    def send(_signum: int) -> bool:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    made = attempt()
+    folders.make_folders(made)
+    monkeypatch.setattr(evidence, "listening", lambda _folder: {0: SimpleNamespace(send=send)})
+    assert evidence.collect(made, {0: (3, 0)}).missing is None
 
 
 def test_a_peers_stop_has_the_cause_that_this_node_knows(attempt):

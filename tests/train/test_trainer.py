@@ -134,6 +134,21 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(out, 
     assert saved(out, name) == ["step-4"]
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "pipeline"])
+def test_a_signal_ends_a_validation_on_all_ranks_and_a_resume_makes_up_for_it(out, name, same_bits):
+    """A machine that goes in two minutes has none for the rest of a long one: the checkpoint comes first."""
+    parts = [f"{name}-left", f"{name}-left-on", f"{name}-left-on-on"]
+    for rank in (0, 1):
+        ends = [lines(out, part, "end", rank)[0] for part in parts]
+        assert [(end["step"], end["reason"]) for end in ends] == [(3, "stopped"), (6, "stopped"), (6, "done")]
+    assert [saved(out, part) for part in parts] == [["step-3"], ["step-6"], ["step-6"]]
+    whole = lines(out, f"{name}-whole", "validation")
+    told = [line for part in parts for line in lines(out, part, "validation")]
+    assert [line["step"] for line in told] == [line["step"] for line in whole] == [0, 3, 6]
+    assert [line["loss"] for line in told] == [line["loss"] for line in whole]
+    same_bits(last(out, f"{name}-whole"), last(out, parts[-1]))
+
+
 def test_a_request_on_one_node_saves_on_all_once_and_training_goes_on(out):
     """F21"""
     assert saved(out, "early") == ["step-1", "step-6"]

@@ -1,7 +1,7 @@
 """The bundled trainer, from the first line to the last step. `mgpu_train.environment` says what it is started with.
 
-SIGTERM ends it after the step under way, with a checkpoint and exit code 0. A mistake, a loss that is no number or a
-lost peer ends it with one clear line and exit code 1.
+SIGTERM ends it after the step under way, with a checkpoint and exit code 0; a validation is left for that. A mistake, a
+loss that is no number or a lost peer ends it with one clear line and exit code 1.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ from mgpu_train.tasks.base import Batch
 log = logging.getLogger("mgpu_train")
 
 HALVINGS = 24  # steps that change nothing until the scale of a loss in fp16 fits, which halves in each: 2^16 to 2^-8
+
+
+class _Asked(Exception):
+    """A rank was asked to stop, all agree."""
 
 
 class Trainer:
@@ -150,6 +154,7 @@ class Trainer:
         self.laid_out = False  # the memory of saves is taken, or none is ahead of them
         self.skipped = 0  # steps in a row that changed nothing
         self.stopping = self.wanted = False  # all ranks stop; all make a checkpoint, whatever the step is
+        self.left = False  # the validation of this step was left for that
         self.early = True  # one checkpoint ahead of time may be asked for
         self.watch = Stopwatch()
         self.before: Span | None = None  # of the step before, where nothing was in between
@@ -202,7 +207,7 @@ class Trainer:
             if validates or due or self.stopping:
                 self._hear(behind=0)
             if validates and (last or not self.stopping):
-                self._validate()
+                self._validate(stoppable=True)
                 self.pulse.enter("training")
             if self.saver is not None:
                 self._tell(self.saver.poll())
@@ -214,7 +219,7 @@ class Trainer:
 
     def _over(self) -> bool:
         patient = self.patience is None or not self.patience.over
-        return self.progress.step == self.config.steps or not patient
+        return not self.left and (self.progress.step == self.config.steps or not patient)
 
     def _step(self) -> Pending:
         """One optimizer step, as far as the host has a part in it."""
@@ -301,17 +306,26 @@ class Trainer:
         wanted = (positions for consumed in steps for positions in self.slices.of(consumed))
         return self.loader.read(self.data, self.order.__getitem__, wanted)
 
-    def _validate(self) -> None:
+    def _validate(self, *, stoppable: bool = False) -> None:
         """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
-        pass is larger than one of training: it would not fit into the memory of a GPU that training fills."""
+        pass is larger than one of training: it would not fit into the memory of a GPU that training fills.
+
+        A `stoppable` one is left when any rank is asked to stop: the checkpoint that is to be made may have no time to
+        wait for its end. Whoever resumes from that owes it."""
         self.pulse.enter("validation")
         parallel.mean_statistics(self.model, self.place)
         self.model.eval()
-        means = self._means()
-        if self.ema is not None:
-            with self.ema.in_place():
-                means |= {f"ema_{name}": value for name, value in self._means().items()}
-        self.model.train()
+        try:
+            means = self._means(stoppable)
+            if self.ema is not None:
+                with self.ema.in_place():
+                    means |= {f"ema_{name}": value for name, value in self._means(stoppable).items()}
+        except _Asked:
+            self.left = self.stopping = True
+            log.info("step %d: the validation is left, to save and stop", self.progress.step)
+            return
+        finally:
+            self.model.train()
         if self.patience is not None and not self.patience.take(means):
             known = ", ".join(sorted(means))
             raise TrainError(f"`train.early_stopping`: no validation has a `{self.patience.metric}`, only {known}")
@@ -321,18 +335,29 @@ class Trainer:
             )
         self.report.validation(self.progress.step, means)
 
-    def _means(self) -> dict[str, float]:
-        """Of the model as it is."""
+    def _means(self, stoppable: bool) -> dict[str, float]:
+        """Of the model as it is. Raises _Asked: on all ranks, if it is `stoppable` and a stop was asked for."""
         config, samples = self.config, len(self.validation_data)
         set_streams(config.seed, 0, self.place.copy)
         wanted = config.validate_batches * config.global_batch
         positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
         batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)
         waited_s = self.loader.waited_s
-        totals = exchange(self.place, self.engine.evaluate(batches), Wishes())
-        self.loader.waited_s = waited_s  # what is told is training's share
+        try:
+            sums = self.engine.evaluate(self._unless_asked(batches) if stoppable else batches)
+            totals = exchange(self.place, sums, Wishes())
+        finally:
+            self.loader.waited_s = waited_s  # what is told is training's share
         means = totals.means(totals.vector.tolist())
         return {**means, **self.task.derived(means)}
+
+    def _unless_asked(self, batches: Iterator[Batch | None]) -> Iterator[Batch | None]:
+        """The batches, until a rank is asked to stop: all come to the same mind before each global batch. By gloo, so
+        that no GPU is waited for."""
+        for number, batch in enumerate(batches):
+            if number % self.slices.count == 0 and any(self.place.gather(self.stop.asked)):
+                raise _Asked
+            yield batch
 
     def _save(self) -> None:
         """Begin a save; training goes on while it is made. One that is still under way is not joined by another."""

@@ -59,6 +59,9 @@ NEVER = {
         ({".mgpuignore": "*\n!*/\n!*.py"}, ALL - {"train.py"}),
         ({".gitignore": "/*\n!/sub/\n/sub/*\n!/sub/deep/"}, ALL - {"sub/deep/y.log"}),
         ({".gitignore": "!*/\n*"}, ALL),
+        ({".gitignore": "sub/**/"}, {"sub/deep/y.log"}),
+        ({".gitignore": "data/*\n!data/**/"}, {"data/a", "data/b"}),
+        ({".gitignore": "*.log\n!sub/**/"}, {"sub/x.log", "sub/deep/y.log"}),
     ],
 )
 def test_whose_word_is_the_last(folder, files, gone):

@@ -15,6 +15,7 @@ from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
 
 ROUNDS = 3  # of words between the agents, before one that was not heard in time is taken for a silent one
+STILL_S = 60.0  # between two looks of an agent that runs: they are half a second apart, and one may take long
 
 
 class Stage(StrEnum):
@@ -99,8 +100,11 @@ class Liveness:
     def judge(self, now: float, peers: Known = ALONE) -> Silence:
         """What the silence of all nodes means. Silence ends nothing while a node was never heard: it may be at work.
 
-        An agent that stood still itself, on a machine that was frozen or swapped, hears its peers first.
+        An agent that stood still itself, on a machine that was frozen or swapped, hears its peers first. Alone, it
+        takes its program to have stood still as long.
         """
+        if self._job.nodes == 1 and (still_s := now - self._judged) > STILL_S:
+            self._sign = min(now, self._sign + still_s)
         until, margin_s = max(self.until, peers.until), 0.0
         if self._job.nodes > 1:
             margin_s = ROUNDS * self._times.heartbeat_s

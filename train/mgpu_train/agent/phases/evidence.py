@@ -38,7 +38,7 @@ def collect(
     asked = {rank: (process, folder / f"rank-{rank}.txt") for rank, process in listening(folder).items()}
     recorders = {pipe: pipe.with_suffix("") for pipe in folder.glob(f"{FLIGHT}*.pipe")}
     before = {path: _written(path) for path in (*(path for _, path in asked.values()), *recorders.values())}
-    shown = {rank: path for rank, (process, path) in asked.items() if process.send(stacks.SIGNAL)}
+    shown = {rank: path for rank, (process, path) in asked.items() if _ask(process)}
     answers = [*shown.values(), *(dump for pipe, dump in recorders.items() if _ask_recorder(pipe))]
     end, sizes, settled = clock() + WAIT_S, before, 0
     while answers and clock() < end and settled < _SETTLED:
@@ -95,6 +95,14 @@ def _by_rank(folder: Path, before: str, after: str) -> dict[int, Path]:
         if number.isdecimal() and path.is_file() and _written(path) != (0, 0):
             found[int(number)] = path
     return found
+
+
+def _ask(process: procs.Process) -> bool:
+    """Has a rank show its stacks; False: it is gone, or another user's (`sudo`)."""
+    try:
+        return process.send(stacks.SIGNAL)
+    except PermissionError:
+        return False
 
 
 def _ask_recorder(pipe: Path) -> bool:

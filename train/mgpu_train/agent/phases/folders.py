@@ -67,14 +67,16 @@ def full(folder: Path) -> bool:
     return found.f_bavail * found.f_frsize < _LEAST or (found.f_files > 0 and found.f_favail == 0)
 
 
-def clear_local(attempt: Attempt) -> None:
+def clear_local(attempt: Attempt, but: str | None = None) -> None:
     """Deletes what older attempts left in the checkpoint folder: it is not this attempt's to upload, and its names are
-    in the way. What the attempt resumes from lies elsewhere, verified.
+    in the way. What the attempt resumes from lies elsewhere, verified; until then the copy `but` may stay.
 
     Raises:
         AttemptFailed: the folder cannot be emptied.
     """
     try:
-        saves.clear(attempt.checkpoints)
+        saves.clear(attempt.checkpoints, attempt.checkpoints / but if but else None)
+    except FileNotFoundError:  # nobody was here before
+        return
     except OSError as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"{attempt.checkpoints} cannot be emptied: {error}") from error

@@ -205,9 +205,18 @@ class LauncherProcess:
         spared = {*self._before, *(each for one in self._before for each in procs.descendants(one.pid))}
         return [each for each in below() if each not in spared]
 
+    @property
+    def foreign(self) -> bool:
+        """True while it runs as another user, as one does that was started by `sudo`: no signal reaches it."""
+        try:
+            self._process.send_signal(0)
+        except PermissionError:
+            return True
+        return False
+
     def terminate(self) -> None:
-        """Asks it to save and exit."""
-        if self._process.poll() is None:
+        """Asks it to save and exit, unless it is `foreign`."""
+        if not self.foreign:
             self._process.terminate()
 
     def kill(self, deadline_s: float) -> bool:

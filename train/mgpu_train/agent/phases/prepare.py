@@ -9,7 +9,8 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.host.layout import ENVIRONMENTS
 from mgpu_train.agent.phases import launcher_process, requirements, setup
 from mgpu_train.agent.phases.data import fetch_data
-from mgpu_train.agent.phases.folders import check_room, inside, make_folders
+from mgpu_train.agent.phases.folders import check_room, clear_local, inside, make_folders
+from mgpu_train.checkpoint.log.manifest import local_name
 
 
 def prepare(attempt: Attempt, environment: Mapping[str, str]) -> str:
@@ -18,6 +19,9 @@ def prepare(attempt: Attempt, environment: Mapping[str, str]) -> str:
     Raises:
         AttemptFailed: folders, requirements or data are not to be had, or the set-up fails.
     """
+    wanted = attempt.job.resume
+    # an older attempt may have filled the disk; its copy of what this one resumes from need not be fetched again
+    clear_local(attempt, local_name(wanted.checkpoint_id) if wanted else None)
     make_folders(attempt)
     check_room(attempt)
     python = launcher_process.python()

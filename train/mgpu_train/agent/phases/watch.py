@@ -24,6 +24,7 @@ from mgpu_train.agent.uploads.uploads import Uploads
 from mgpu_train.checkpoint.local import finished
 
 _NAMED = 3  # processes that a line names
+_FOREIGN = "runs as another user than the agent (sudo), and"
 CLOCKS_S = 1.0  # the kernel's log has another clock than its uptime
 
 
@@ -59,7 +60,7 @@ class Watch:
         """Starts the launcher and returns when it, and everything that it started, has ended.
 
         Raises:
-            AttemptFailed: it could not be started.
+            AttemptFailed: it could not be started; or it has to be ended, and is another user's.
         """
         begin, starved, up_s = self._attempt.log.size, procs.out_of_memory_kills(), procs.uptime_s()
         try:
@@ -143,9 +144,12 @@ class Watch:
         if act is Act.KILL:
             if stop.now and self._hang is None and self._liveness.doubtful(now):  # for a peer's sake: it hung as well
                 self._ask_ranks()
-            launcher.kill(self._attempt.times.kill_s)
+            if not launcher.kill(self._attempt.times.kill_s) and launcher.foreign and cause is not None:
+                raise AttemptFailed(cause.fault, f"{cause.reason}; the launcher {_FOREIGN} cannot be ended")
         elif (act is Act.TERMINATE or along) and not self._warned:
             self._warned = True
+            if launcher.foreign:
+                self._attempt.say(f"the launcher {_FOREIGN} cannot be asked to save and exit: start it without sudo")
             launcher.terminate()
 
     def _blame_notice(self) -> None:

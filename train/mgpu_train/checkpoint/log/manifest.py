@@ -44,6 +44,11 @@ def checkpoint_id(attempt: int, step: int) -> str:
     return f"a{attempt:03d}-step-{step}"
 
 
+def local_name(checkpoint_id: str) -> str:
+    """The folder of a checkpoint among those of its attempt, on the node: `step-<n>`."""
+    return checkpoint_id.partition("-")[2]
+
+
 def _safe_path(path: str) -> str:
     problem = key_problem(path)
     if problem is None and len(path.encode()) > _MAX_PATH_BYTES:
