@@ -83,35 +83,30 @@ class Ranks:
             here.sendall(json.dumps(dict(environment)).encode())
         return Rank(pid)
 
-    def dismiss(self) -> None:
-        """Those that have not begun end."""
-        while self._waiting:
-            self._waiting.pop()[1].close()
 
+def prepare(words: Sequence[str], usual: tuple[int, int, int]) -> None:
+    """Forks the ranks that torchrun with these arguments will start, if they are the trainer's and can be forked; from
+    here on torchrun has them. In each of them this never returns: it is a rank.
 
-def of(words: Sequence[str], usual: tuple[int, int, int]) -> Ranks | None:
-    """The ranks that torchrun with these arguments will start; None: not of the bundled trainer, or not to be forked.
-
-    From here on torchrun starts them. In each of them this never returns: it is a rank.
+    `usual`: how often ranks look for reference cycles.
     """
     if tuple(words[-2:]) != TRAINER or _COUNT not in words:
-        return None
+        return
     try:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         start: Any = SubprocessHandler._popen  # where another torch has none, nothing is forked
         _import_all()
     except Exception:  # noqa: BLE001 - whatever it is: a rank that is started tells it
-        return None
+        return
     if threading.active_count() > 1 or _has_a_device():
-        return None
+        return
     ranks = Ranks(int(words[words.index(_COUNT) + 1]), usual)
 
     def begin(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
         return (tuple(args[-2:]) == TRAINER and ranks.start(env)) or start(handler, args, env)
 
     SubprocessHandler._popen = begin  # pyright: ignore[reportAttributeAccessIssue] - a rank is no Popen, but like one
-    return ranks
 
 
 def _import_all() -> None:

@@ -46,7 +46,7 @@ def main() -> int:
     target, meeting = os.environ.pop(FAILURE_FILE, ""), os.environ.pop(PREFLIGHT, "")  # ranks are not to have them
     usual = gc.get_threshold()
     collector.seldom()
-    ranks = forked.of(sys.argv[1:], usual)
+    forked.prepare(sys.argv[1:], usual)
     from torch.distributed import run  # sets its loggers' levels, which are set after it
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,7 +54,7 @@ def main() -> int:
     if "LOGLEVEL" not in os.environ:  # torchrun's own variable: else a stop is told in four lines for each rank
         for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
             logging.getLogger(name).setLevel(logging.ERROR)
-    _end_when_asked(ranks)
+    _end_when_asked()
     if meeting and not _fit(processors.Meeting(**json.loads(meeting))):
         return 1
     try:
@@ -99,19 +99,17 @@ def _accelerate(words: Sequence[str]) -> int:
     return 0
 
 
-def _end_when_asked(ranks: forked.Ranks | None) -> None:
+def _end_when_asked() -> None:
     """From here on a signal that asks torchrun to end is obeyed wherever its main thread waits."""
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)  # written to as the signal comes, by no code of Python's
-    threading.Thread(target=_end_after_ranks, args=(heard, ranks), daemon=True).start()
+    threading.Thread(target=_end_after_ranks, args=(heard,), daemon=True).start()
 
 
-def _end_after_ranks(heard: int, ranks: forked.Ranks | None = None) -> None:
+def _end_after_ranks(heard: int) -> None:
     while (number := os.read(heard, 1)[0]) not in _STOPS:
         pass
-    if ranks:
-        ranks.dismiss()
     while procs.descendants(os.getpid()):
         time.sleep(_LOOK_S)
     time.sleep(_BY_ITSELF_S)
