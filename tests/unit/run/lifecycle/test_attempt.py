@@ -231,6 +231,9 @@ def test_a_run_that_a_limit_has_stopped_is_stopped_whatever_the_store_says(run, 
     Folder("run-1").stop.touch()
     ended = run.watch_again()
     assert (ended.succeeded, ended.fault, ended.stopped_by) == (False, Fault.INFRASTRUCTURE, "user")
+    assert ended.reason in [each.text for each in run.world.of(Warned)], "for it is told as stopped, and no more"
+    safe = "a001-step-10" if why == "it refuses" else None
+    assert run.record.checkpoint_id == safe, "what is damaged is not called safe"
 
 
 @pytest.fixture
