@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.launchers import torchrun
+from mgpu_train.agent.launchers import forked, torchrun
 from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases import launcher_process, preflight
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import Job
+from mgpu_train.launchers import PROGRAM, TORCHRUN
 from waiting import until
 
 import mgpu
@@ -230,9 +231,11 @@ TRAINS: dict[str, Any] = {
 }
 
 
-def train(node: Place, changes: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], list[procs.Process]]:
+def train(
+    node: Place, changes: dict[str, str] | None = None, **job: Any
+) -> tuple[subprocess.Popen[bytes], list[procs.Process]]:
     """The trainer, once both of its ranks have made a step; torchrun, and they."""
-    torchrun = node.start(changes=changes, **TRAINS)
+    torchrun = node.start(changes=changes, **TRAINS, **job)
     metrics = Path(node.layout.metrics)
     node.until(lambda: sum('"step"' in each.read_text() for each in metrics.glob("rank-*.jsonl")) == 2)
     stacks = Path(node.layout.stacks(1))
@@ -291,6 +294,24 @@ def test_nothing_is_forked_beside_what_a_fork_would_break(place, tmp_path, what)
     assert procs.command_line(torchrun.pid) not in [procs.command_line(rank.pid) for rank in ranks], "they are started"
     torchrun.send_signal(signal.SIGTERM)
     torchrun.wait(HANGS_S)
+
+
+def test_ranks_whose_output_goes_elsewhere_are_started(place):
+    """A launcher of one's own may add `--redirects`, which a process that runs already would not heed."""
+    node = place("node")
+    logs = Path(node.layout.work) / "logs"
+    words = *TORCHRUN.argv[:-1], "--redirects", "3", "--log-dir", str(logs), PROGRAM
+    torchrun, ranks = train(node, launcher=TORCHRUN.model_copy(update={"argv": words}).model_dump())
+    assert "threads each" in next(logs.rglob("0/stderr.log")).read_text()
+    assert procs.command_line(torchrun.pid) not in [procs.command_line(rank.pid) for rank in ranks]
+    node.until(lambda: {each.pid for each in node.processes} == {torchrun.pid, *(rank.pid for rank in ranks)})
+
+
+def test_ranks_that_a_word_in_front_binds_to_cores_are_started():
+    """`--numa-binding` has torchrun put `numactl` before a rank's words."""
+    usual, begun = (sys.executable, "-u", *forked.TRAINER), SimpleNamespace(_stdout=None, _stderr=None)
+    assert forked.as_usual(begun, usual)
+    assert not forked.as_usual(begun, ("numactl", "--physcpubind=0", *usual))
 
 
 def test_what_cannot_be_imported_is_told_by_the_ranks(place, tmp_path):

@@ -6,6 +6,7 @@ begun, and no GPU was touched, neither of which a fork carries over. Each waits 
 it with; where torchrun ends before that, it ends too.
 
 Where it cannot be so, torchrun starts ranks as it always does: what cannot be imported fails there again, and says why.
+So it does where a launcher of one's own has it bind them to cores or keep their output in files.
 """
 
 from __future__ import annotations
@@ -83,6 +84,13 @@ class Ranks:
             here.sendall(json.dumps(dict(environment)).encode())
         return Rank(pid)
 
+    def dismiss(self) -> None:
+        """Those that have not begun end."""
+        while self._waiting:
+            pid, here = self._waiting.pop()
+            here.close()
+            Rank(pid).wait()
+
 
 def prepare(words: Sequence[str], usual: tuple[int, int, int]) -> None:
     """Forks the ranks that torchrun with these arguments will start, if they are the trainer's and can be forked; from
@@ -104,9 +112,17 @@ def prepare(words: Sequence[str], usual: tuple[int, int, int]) -> None:
     ranks = Ranks(int(words[words.index(_COUNT) + 1]), usual)
 
     def begin(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
-        return (tuple(args[-2:]) == TRAINER and ranks.start(env)) or start(handler, args, env)
+        if not as_usual(handler, args):
+            ranks.dismiss()
+        return ranks.start(env) or start(handler, args, env)
 
     SubprocessHandler._popen = begin  # pyright: ignore[reportAttributeAccessIssue] - a rank is no Popen, but like one
+
+
+def as_usual(handler: Any, args: Sequence[str]) -> bool:
+    """Whether torchrun starts a rank of the trainer by this Python, nothing in front of it (`--numa-binding`), with its
+    own output (`--redirects`, `--tee`)."""
+    return tuple(args) == (sys.executable, "-u", *TRAINER) and handler._stdout is None and handler._stderr is None
 
 
 def _import_all() -> None:
