@@ -75,7 +75,7 @@ class Ranks:
         gc.unfreeze()
 
     def start(self, environment: Mapping[str, str]) -> Rank | None:
-        """The next one begins; None: all have, or it is gone."""
+        """The next one begins, also if it is gone: its exit code is told then; None: all have."""
         if not self._waiting:
             return None
         pid, here = self._waiting.pop(0)
