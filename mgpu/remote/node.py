@@ -137,9 +137,10 @@ class Node:
     ) -> SyncReport:
         """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
 
-        Files on the node that no sync sent stay. A transfer that is cut changes nothing. Another one to `dest` that is
-        under way is waited for; one of which the node hears nothing for `silence_s` is ended there. Links inside the
-        folder stay links. What of a Path is left out: see `scan`. `python` is the node's (default: the target's).
+        Files on the node that no sync sent stay; where `folder` is empty, those that were touched there do, too. A
+        transfer that is cut changes nothing. Another one to `dest` that is under way is waited for; one of which the
+        node hears nothing for `silence_s` is ended there. Links inside the folder stay links. What of a Path is left
+        out: see `scan`. `python` is the node's (default: the target's).
         `like`: a pattern of folders below the home; a `dest` that is new begins with a copy of what is untouched in the
         one of them that was synced last. The two may share files on the disk, unless they are to be `apart`, because
         programs run in both at once.

@@ -185,6 +185,9 @@ def take(stream: BinaryIO) -> None:
     for left in Path().iterdir():
         if left.name.startswith(ASIDE) and left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)  # of a transfer that was cut: one that lives has the lock
+    if not entries:
+        sys.stdout.write(str(take_away()))
+        return
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir="."))
     try:
         for number, (path, size) in enumerate(sent):
@@ -236,10 +239,18 @@ def put_in_place(aside: Path, entries: Dict[str, str], sent: List[str]) -> int: 
             raise Refused(f"{path} is a folder here, with files that are not from sync")
         (aside / str(number)).replace(path)
         after[name] = (entries[name], mark_of(path))
-    if after:
-        save(after, aside)
-    else:  # nothing for another folder to begin with
-        Path(MANIFEST).unlink()
+    save(after, aside)
+    return len(gone)
+
+
+def take_away() -> int:
+    """Deletes what sync put here; returns how many. What was touched since stays: a program may have written its
+    results into a file that came with its code. It needs no room: the disk may be full."""
+    gone = [path for path, (_, mark) in load().items() if mark is None or mark_of(Path(path)) in (mark, None)]
+    for path in gone:
+        delete(Path(path))
+    with contextlib.suppress(FileNotFoundError):
+        Path(MANIFEST).unlink()  # there is nothing for another folder to begin with
     return len(gone)
 
 

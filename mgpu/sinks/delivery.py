@@ -191,12 +191,17 @@ class Delivery:
         self._without.clear()
 
     def _started(self, whose: str, sinks: Callable[[], Makers]) -> list[_Thread]:
+        threads = list[_Thread]()
         try:
-            return [_Thread(name, make, self._emit, self._queued) for name, make in sinks().items()]
+            for name, make in sinks().items():
+                threads.append(_Thread(name, make, self._emit, self._queued))
         except Exception as error:  # noqa: BLE001  no sink is worth a run
+            for thread in threads:
+                thread.end()
             self._emit(Warned(f"{whose} has no sinks from here on: {error}"))
             self._without.add(whose)
             return []
+        return threads
 
 
 def _failed(threads: list[_Thread]) -> bool:

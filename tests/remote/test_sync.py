@@ -150,9 +150,11 @@ def test_what_is_taken_away_again_leaves_what_the_node_made_and_hides_no_neighbo
     third = dest.parents[1] / "t/work"
     sync(node, folder)
     node.sync(folder, "runs/t/work", python=sys.executable)
-    (third / "pkg/output.txt").write_text("made on the node")
-    assert node.sync(Snapshot(folder, {}), "runs/t/work", python=sys.executable).deleted == 4
-    assert tree(third) == {"pkg/output.txt": b"made on the node"}
+    made = {"pkg/output.txt": b"made on the node", "train.py": b"came with the code, and results were added"}
+    for name, contents in made.items():
+        (third / name).write_bytes(contents)
+    assert node.sync(Snapshot(folder, {}), "runs/t/work", python=sys.executable).deleted == 3
+    assert tree(third) == made
     assert sync_next(node, folder).sent == 0, "the one that was synced last has nothing any more"
     assert tree(dest) == tree(folder)
 
@@ -533,7 +535,19 @@ def test_receiver_takes_files_programs_and_links_and_tells_what_is_still_as_it_l
     (tmp_path / "run.sh").chmod(0o600)
     (tmp_path / "pkg/a.py").unlink()
     assert json.loads(receive("have", tmp_path, "").out) == {"link": "l:pkg/a.py"}
-    assert take(tmp_path, {}).out == "3"
+    assert take(tmp_path, {}).out == "2"
+    assert {path.name for path in tmp_path.iterdir()} == {receiver.LOCK, "run.sh"}, "which was touched"
+
+
+def test_receiver_takes_all_away_where_the_disk_is_full(tmp_path, monkeypatch):
+    """Else it would stay so: what is taken away makes room."""
+
+    def full(*_args, **_named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    take(tmp_path, {"pkg/a.py": f"f:{sha(b'abc')}"}, [["pkg/a.py", 3]], b"abc")
+    monkeypatch.setattr(receiver.tempfile, "mkdtemp", full)
+    assert take(tmp_path, {}) == (0, "1", "")
     assert [path.name for path in tmp_path.iterdir()] == [receiver.LOCK]
 
 

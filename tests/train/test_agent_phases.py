@@ -10,6 +10,8 @@ import pickle
 import shutil
 import socket
 import threading
+from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -290,17 +292,22 @@ def test_an_operator_in_haste_learns_where_the_ranks_of_what_may_hang_were(attem
     assert len(killed) == 2
 
 
-def test_a_launcher_that_runs_as_root_by_sudo_is_told_of_and_not_waited_for(attempt, monkeypatch):
-    """No signal reaches it: that once failed the agent, with its uploads, or had it try for ever."""
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_launcher_that_runs_as_root_by_sudo_is_told_of_and_not_waited_for(attempt, monkeypatch, in_time):
+    """No signal reaches it: that once failed the agent, with its uploads, or had it try for ever. It ends in its grace,
+    or not."""
 
     def refuse(*_given: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    made = attempt(timeouts={**TIMES, "stop_grace_s": 0.05})
+    made = attempt(timeouts={**TIMES, "stop_grace_s": 600 if in_time else 0.001})
     made.stop.ask()
+    if in_time:
+        monkeypatch.setattr(launcher_process.LauncherProcess, "terminate", lambda _launcher: os.kill(started[0], 9))
     monkeypatch.setattr(launcher_process.subprocess.Popen, "send_signal", refuse)
     monkeypatch.setattr(launcher_process.procs.signal, "pidfd_send_signal", refuse)
-    monkeypatch.setattr(launcher_process, "below", lambda: [] if not started else [procs.of(started[0])])
+    alive = lambda: [each for pid in started if (each := procs.of(pid)) and each.alive]  # noqa: E731
+    monkeypatch.setattr(launcher_process, "below", alive)
     started: list[int] = []
     launch = launcher_process.subprocess.Popen.__init__
 
@@ -310,16 +317,19 @@ def test_a_launcher_that_runs_as_root_by_sudo_is_told_of_and_not_waited_for(atte
 
     monkeypatch.setattr(launcher_process.subprocess.Popen, "__init__", remember)
     try:
-        fault, _, reason = why(lambda: watch.Watch(made, None).run(Launch(["sleep", "600"], {}, made.work)))
-        assert (fault, "this node was asked to stop; the launcher runs as another user" in reason) == (
-            Fault.STOPPED,
-            True,
-        )
-        assert "cannot be asked to save and exit: start it without sudo" in said(made)
+        run = partial(watch.Watch(made, None).run, Launch(["sleep", "600"], {}, made.work))
+        if in_time:
+            run()
+            assert "cannot be asked to save and exit: start it without sudo" in said(made)
+        else:
+            fault, _, reason = why(run)
+            assert fault == Fault.STOPPED
+            assert "this node was asked to stop; the launcher runs as another user" in reason
     finally:
         for pid in started:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
 
 
 def test_a_rank_that_runs_as_root_by_sudo_is_passed_over_where_the_others_are_asked(attempt, monkeypatch):

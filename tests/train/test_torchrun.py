@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.launchers import torchrun
+from mgpu_train.agent.launchers import forked, torchrun
 from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases import launcher_process, preflight
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import Job
+from mgpu_train.launchers import PROGRAM, TORCHRUN
 from waiting import until
 
 import mgpu
@@ -47,6 +48,7 @@ class Place:
             "master_addr": "127.0.0.1", "master_port": port, **job,
         })  # fmt: skip
         Path(self.layout.attempt_job(attempt)).write_text(made.model_dump_json())
+        Path(self.layout.stacks(attempt)).mkdir()
         environment = launcher_process.environment(made, {}, self.layout, launcher_process.os.environ)
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -213,3 +215,109 @@ def test_it_ends_by_a_signal_of_its_own_once_its_ranks_have(monkeypatch, capsys,
     first, second = capsys.readouterr().err.splitlines()
     assert first == "torchrun: stopped by SIGTERM"
     assert second.startswith(f"torchrun: {tmp_path}/none/failure cannot be written: [Errno 2]")
+
+
+TRAINS: dict[str, Any] = {
+    "train": {
+        "strategy": "ddp",
+        "steps": 1_000_000,
+        "global_batch": 4,
+        "seq_len": 16,
+        "model": {"layers": 1, "dim": 8, "heads": 1},
+        "validate_every": 1_000_000,
+        "validate_batches": 1,
+    },
+    "checkpoint": {"every_steps": 1_000_000, "to": "file:///x", "writers": "all"},
+}
+
+
+def train(
+    node: Place, changes: dict[str, str] | None = None, **job: Any
+) -> tuple[subprocess.Popen[bytes], list[procs.Process]]:
+    """The trainer, once both of its ranks have made a step; torchrun, and they."""
+    torchrun = node.start(changes=changes, **TRAINS, **job)
+    metrics = Path(node.layout.metrics)
+    node.until(lambda: sum('"step"' in each.read_text() for each in metrics.glob("rank-*.jsonl")) == 2)
+    stacks = Path(node.layout.stacks(1))
+    ranks = [procs.of(json.loads((stacks / f"rank-{rank}.json").read_text())["pid"]) for rank in range(2)]
+    return torchrun, [rank for rank in ranks if rank]
+
+
+def test_ranks_of_the_trainer_come_of_one_import_and_one_that_is_killed_is_known(place):
+    node = place("node")
+    torchrun, ranks = train(node)
+    mine = procs.command_line(torchrun.pid)
+    assert [procs.command_line(rank.pid) for rank in ranks] == [mine, mine], "they are forked, not started"
+    ranks[1].send(signal.SIGKILL)
+    assert torchrun.wait(HANGS_S) == 1
+    assert "torchrun: rank 1 was ended by SIGKILL (pid " in node.log.read_text()
+    node.until(lambda: not node.processes)
+
+
+def test_forked_ranks_save_when_torchrun_is_asked_to_end(place):
+    node = place("node")
+    torchrun, _ = train(node)
+    torchrun.send_signal(signal.SIGTERM)
+    torchrun.wait(HANGS_S)
+    assert len(finished(node.checkpoints)) == 1
+    node.until(lambda: not node.processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_forked_ranks_that_never_begin_end_with_torchrun(place, node_rank, number):
+    """The other node does not come: the first one waits in Python, any other in C++."""
+    node = place("node")
+    torchrun = node.start(nodes=2, node_rank=node_rank, **TRAINS)
+    node.until(lambda: len(node.processes) == 3)
+    torchrun.send_signal(number)
+    torchrun.wait(HANGS_S)
+    node.until(lambda: not node.processes)
+
+
+NO_FORK = """
+import os, threading
+from mgpu_train.agent.launchers import forked
+if os.environ["WHAT"] == "a driver":
+    forked._DEVICES = ("/dev/zero",)
+    held = open("/dev/zero")
+else:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("what", ["a driver", "a thread"])
+def test_nothing_is_forked_beside_what_a_fork_would_break(place, tmp_path, what):
+    node, path = place("node"), launcher_process.shipped_library()
+    (tmp_path / "sitecustomize.py").write_text(NO_FORK)
+    torchrun, ranks = train(node, {"WHAT": what, "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), path)))})
+    assert procs.command_line(torchrun.pid) not in [procs.command_line(rank.pid) for rank in ranks], "they are started"
+    torchrun.send_signal(signal.SIGTERM)
+    torchrun.wait(HANGS_S)
+
+
+def test_ranks_whose_output_goes_elsewhere_are_started(place):
+    """A launcher of one's own may add `--redirects`, which a process that runs already would not heed."""
+    node = place("node")
+    logs = Path(node.layout.work) / "logs"
+    words = *TORCHRUN.argv[:-1], "--redirects", "3", "--log-dir", str(logs), PROGRAM
+    torchrun, ranks = train(node, launcher=TORCHRUN.model_copy(update={"argv": words}).model_dump())
+    assert "threads each" in next(logs.rglob("0/stderr.log")).read_text()
+    assert procs.command_line(torchrun.pid) not in [procs.command_line(rank.pid) for rank in ranks]
+    node.until(lambda: {each.pid for each in node.processes} == {torchrun.pid, *(rank.pid for rank in ranks)})
+
+
+def test_ranks_that_a_word_in_front_binds_to_cores_are_started():
+    """`--numa-binding` has torchrun put `numactl` before a rank's words."""
+    usual, begun = (sys.executable, "-u", *forked.TRAINER), SimpleNamespace(_stdout=None, _stderr=None)
+    assert forked.as_usual(begun, usual)
+    assert not forked.as_usual(begun, ("numactl", "--physcpubind=0", *usual))
+
+
+def test_what_cannot_be_imported_is_told_by_the_ranks(place, tmp_path):
+    node, path = place("node"), launcher_process.shipped_library()
+    (tmp_path / "pydantic.py").write_text("raise ImportError('none for this Python')")
+    torchrun = node.start(changes={"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), path)))}, **TRAINS)
+    assert torchrun.wait(HANGS_S) == 1
+    assert "ImportError: none for this Python" in node.log.read_text()
+    assert json.loads(Path(node.layout.failure(1)).read_text())["exit_code"] == 1

@@ -170,6 +170,24 @@ def test_a_sink_that_no_thread_is_left_for_ends_no_run(console, monkeypatch):
     assert "has no sinks from here on: can't start new thread" in warned
 
 
+def test_a_sink_that_no_thread_is_left_for_leaves_none_of_another_one_behind(console, monkeypatch):
+    """Each pass tries again, and would leave one more."""
+    start, begun = threading.Thread.start, list[threading.Thread]()
+
+    def one(thread):
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    made = delivery(console, {"first": Keeps, "second": Keeps})
+    monkeypatch.setattr(threading.Thread, "start", one)
+    made.emit(changed("running"))
+    made.close()
+    begun[0].join(20)
+    assert not begun[0].is_alive()
+
+
 def test_whatever_keeps_the_sinks_from_being_found_ends_no_run(console):
     def nowhere(_run: str) -> dict[str, Callable[[], Sink]]:
         raise ZeroDivisionError("a bug")

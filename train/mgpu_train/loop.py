@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from typing import NoReturn
 
 from mgpu_train import parallel, stacks
 from mgpu_train.checkpoint.distributed import meta
@@ -436,10 +437,17 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """`main`, and the end of this process.
+
+    All is written then. What is left of torch's threads may abort a process that tears itself down (gloo: "terminate
+    called without an active exception"), and a run that is done would count as failed.
+    """
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    # All is written. What is left of torch's threads may abort a process that tears itself down (gloo: "terminate
-    # called without an active exception"), and a run that is done would count as failed.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

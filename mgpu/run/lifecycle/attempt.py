@@ -291,10 +291,17 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
         except StoreError as error:
             why = f"the final checkpoint could not be verified: {error}"
             if not isinstance(error, passing):
-                return replace(ended, succeeded=False, reason=why, fault=Fault.INFRASTRUCTURE)
+                return _failed(session, ended, Ended(False, why, Fault.INFRASTRUCTURE))
             if ended.stopped_by:
-                return replace(ended, succeeded=False, reason=why, fault=Fault.STOPPED)
+                return _failed(session, ended, Ended(False, why, Fault.STOPPED))
             what = f"run {record.run_id} cannot be judged now, though all its nodes say that they are done"
             session.emit(Warned(f"{what}: {why}. `mgpu attach {record.run_id}` does it once {checkpoint.to} answers"))
             return Ended(False, why, left=True)
-    return ended if found.succeeded else replace(ended, succeeded=False, reason=found.reason, fault=found.fault)
+    return ended if found.succeeded else _failed(session, ended, found)
+
+
+def _failed(session: Session, ended: Ended, found: Ended) -> Ended:
+    """An end that the store does not bear out. A run that was stopped ends as such, and its end says nothing of it."""
+    if ended.stopped_by:
+        session.emit(Warned(found.reason))
+    return replace(ended, succeeded=False, reason=found.reason, fault=found.fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -98,6 +99,7 @@ def vouched(record: Record, store: Store) -> Ended:
     """
     from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.newest import newest_verified, problems_of
+    from mgpu_train.store import Damaged
 
     log = CommitLog(store, record.run_id)
     for newest in log.checkpoints()[:1]:
@@ -108,6 +110,10 @@ def vouched(record: Record, store: Store) -> Ended:
             record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
             return Ended(True)
         if problems and newest.attempt == record.attempt:
+            whole = None
+            with suppress(Damaged):  # not one is whole
+                whole = newest_verified(store, record.run_id, damaged=record.damaged, report=lambda _: None)
+            record.checkpoint_id, record.checkpoint_step = (whole.checkpoint_id, whole.step) if whole else (None, -1)
             why = f"the final checkpoint, {newest.checkpoint_id}, is damaged: {problems[0]}"
             return Ended(False, why, Fault.INFRASTRUCTURE)
         # the agents vouch for what was saved: it was nothing, and would be nothing again

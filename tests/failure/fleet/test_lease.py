@@ -47,7 +47,7 @@ def test_a_lease_that_cannot_be_renewed_ends_in_a_save_and_a_machine_that_goes_b
 def agents(line, node: int) -> list[int]:
     """The processes that renew a node's lease."""
     found = [process.pid for process in line.fleet.machine(line.fleet.ids[node])]
-    return [pid for pid in found if b"\0agent\0start\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in found if " agent start " in procs.command_line(pid)]
 
 
 def blocked(aside: Path) -> bool:

@@ -147,6 +147,16 @@ def test_an_attempt_after_a_damaged_checkpoint_has_something_to_save(run, damage
     assert run.record.checkpoint_id == "a001-step-10"
 
 
+@pytest.mark.parametrize("damaged", ["it is missing", "a node has read it"], indirect=True)
+def test_of_a_stopped_run_whose_last_checkpoint_is_damaged_the_one_before_is_safe(run, damaged):
+    run.record.checkpoint_id, run.record.checkpoint_step = "a001-step-20", 20  # its node has told of it
+    run.record.state = State.RUNNING
+    Folder("run-1").stop.touch()
+    ended = run.watch_again()
+    assert (ended.fault, ended.stopped_by) == (Fault.INFRASTRUCTURE, "user")
+    assert (run.record.checkpoint_id, run.record.checkpoint_step) == ("a001-step-10", 10)
+
+
 class Away:
     """The commit log, which cannot be read so many times; and how often somebody waited for it."""
 
@@ -231,6 +241,9 @@ def test_a_run_that_a_limit_has_stopped_is_stopped_whatever_the_store_says(run, 
     Folder("run-1").stop.touch()
     ended = run.watch_again()
     assert (ended.succeeded, ended.fault, ended.stopped_by) == (False, Fault.INFRASTRUCTURE, "user")
+    assert ended.reason in [each.text for each in run.world.of(Warned)], "for it is told as stopped, and no more"
+    safe = "a001-step-10" if why == "it refuses" else None
+    assert run.record.checkpoint_id == safe, "what is damaged is not called safe"
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ negative for a signal}. A stop that was asked for is no error and prints no stac
 torchrun waits for the other nodes' in C++, at the rendezvous and up to 300 s at its exit barrier, where no handler of
 Python's runs: a peer that is gone would keep it there, whatever it is sent. Here it ends once its ranks have.
 
-On several nodes without GPUs it first measures what they can do, where the agent asks for it (`health.processors`).
+The ranks of the bundled trainer are forked (`forked`). On several nodes without GPUs it first measures what they can
+do, where the agent asks for it (`health.processors`).
 
 It runs in the Python that has the user's requirements: the standard library, torch, and what it is to start are all
 that it needs.
@@ -18,6 +19,7 @@ that it needs.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -27,6 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from mgpu_train.agent.launchers import forked
 from mgpu_train.agent.machine import procs
 from mgpu_train.health import processors
 from mgpu_train.names import FAILURE_FILE, PREFLIGHT
@@ -41,7 +44,9 @@ _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
 def main() -> int:
     """Runs torchrun; returns the exit code."""
     target, meeting = os.environ.pop(FAILURE_FILE, ""), os.environ.pop(PREFLIGHT, "")  # ranks are not to have them
+    usual = gc.get_threshold()
     collector.seldom()
+    forked.prepare(sys.argv[1:], usual)
     from torch.distributed import run  # sets its loggers' levels, which are set after it
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
