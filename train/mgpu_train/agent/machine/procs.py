@@ -155,16 +155,15 @@ def carriers(name: str) -> dict[str, list[Process]]:
     Those of other users cannot be read, nor seen.
     """
     found: dict[str, list[Process]] = {}
-    key = f"{name}=".encode()
+    key = f"\0{name}=".encode()
     for pid in _pids():
         try:
-            environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            _, has, rest = (b"\0" + _read(pid, "environ")).partition(key)
         except OSError:
             continue
-        value = next((entry[len(key) :] for entry in environment if entry.startswith(key)), None)
-        process = None if value is None else of(pid)
-        if value is not None and process is not None and process.alive:
-            found.setdefault(value.decode(errors="replace"), []).append(process)
+        process = of(pid) if has else None
+        if process is not None and process.alive:
+            found.setdefault(rest.partition(b"\0")[0].decode(errors="replace"), []).append(process)
     return found
 
 
@@ -238,7 +237,17 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
     """State, parent and start time of a process."""
     try:
         # the second field is the program's name in brackets and may hold anything: read behind its last bracket
-        fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
     except OSError:
         return None
-    return (fields[0], int(fields[1]), int(fields[19])) if len(fields) > 19 else None
+    return (fields[0].decode(), int(fields[1]), int(fields[19])) if len(fields) > 19 else None
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process, by as few calls as can be: all of a machine's are read, again and again."""
+    file = os.open(f"{_PROC}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = list(iter(lambda: os.read(file, 1 << 16), b""))
+    finally:
+        os.close(file)
+    return b"".join(parts)
