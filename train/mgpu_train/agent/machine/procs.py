@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+_ENDED = "ZX"  # states of a process that only waits for its parent to ask
 MOST_FILES = 1 << 20  # Linux's own limit of one process, unless somebody raises it (fs.nr_open)
 
 
@@ -32,7 +34,7 @@ class Process:
     def alive(self) -> bool:
         """True while it runs; a zombie has ended."""
         stat = _stat(self.pid)
-        return stat is not None and stat[0] not in "ZX" and stat[2] == self.start_ticks and self.boot_id == boot_id()
+        return stat is not None and stat[0] not in _ENDED and stat[2] == self.start_ticks and self.boot_id == boot_id()
 
     @property
     def suspended(self) -> bool:
@@ -58,6 +60,7 @@ class Process:
         return True
 
 
+@cache
 def boot_id() -> str:
     """This boot of the machine; a pid of another boot says nothing."""
     return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -136,17 +139,14 @@ def me() -> Process:
 
 def descendants(root: int) -> list[Process]:
     """All living processes below `root`, whatever session or group they made themselves."""
+    stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
     children: dict[int, list[int]] = {}
-    for pid in _pids():
-        stat = _stat(pid)
-        if stat is not None:
-            children.setdefault(stat[1], []).append(pid)
-    below, queue = [], list(children.get(root, []))
-    while queue:
-        pid = queue.pop()
-        queue += children.get(pid, [])
-        below.append(of(pid))
-    return [process for process in below if process is not None and process.alive]
+    for pid, (_, parent, _) in stats.items():
+        children.setdefault(parent, []).append(pid)
+    below = list(children.get(root, []))
+    for pid in below:  # which grows meanwhile
+        below += children.get(pid, [])
+    return [Process(pid, stats[pid][2], boot_id()) for pid in below if stats[pid][0] not in _ENDED]
 
 
 def carriers(name: str) -> dict[str, list[Process]]:
