@@ -34,8 +34,6 @@ from fakes.slurm import slurm, slurm_cluster  # noqa: F401  fixtures, one cluste
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-gc.disable()  # until all tests are read, which makes millions of objects and hardly any garbage: 2 of 10 s
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anything; what tests start would not hear it
@@ -43,6 +41,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anythin
 
 Require = Callable[[str, bool, str], None]
 DRAWING = pytest.StashKey[draw.Drawing]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()  # until all tests are read, which makes millions of objects and hardly any garbage: 2 of 10 s
 
 
 def pytest_collection_finish() -> None:

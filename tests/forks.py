@@ -68,6 +68,9 @@ class Forks:
         try:
             with self._lock:
                 return stand_in.ask(self._running(), said, [null, stdout, stderr])
+        except (RuntimeError, ConnectionError) as error:  # the server has ended
+            error.add_note(self._errors.read_text())
+            raise
         finally:
             if stdin is None:
                 os.close(null)
@@ -121,12 +124,13 @@ class Forks:
         env = {**self._env, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
         what = json.dumps([sys.executable, self._modules, env])
         address = share() / hashlib.sha256(what.encode()).hexdigest()[:16]
+        self._errors = address.with_suffix(".err")
         with _locked(address):
             try:
                 control.connect(str(address))
             except (FileNotFoundError, ConnectionRefusedError):  # none yet, or killed
                 address.unlink(missing_ok=True)
-                with socket.socket(socket.AF_UNIX) as listener:
+                with socket.socket(socket.AF_UNIX) as listener, self._errors.open("w") as errors:
                     listener.bind(str(address))
                     listener.listen(64)
                     self._process = subprocess.Popen(
@@ -134,6 +138,8 @@ class Forks:
                         env={**os.environ, **env, SERVER: str(address), "MGPU_TESTS_ROOM": _ROOM},
                         cwd=_TESTS,
                         stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,  # who has started it may be read until all have closed its own
                         pass_fds=[listener.fileno()],
                         start_new_session=True,  # Ctrl-C is the test's, which ends what it has started
                     )

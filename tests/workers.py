@@ -1,4 +1,4 @@
-"""xdist's workers, forked by one server: each would import torch, transformers and the like for itself, 4 s of CPU.
+"""xdist's workers, forked by one server: each would read all tests, and import torch and the like, for itself.
 
 xdist starts this program in place of an interpreter. It passes its input and output on to a worker, and waits for it.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from forks import Forks
 
-_FORKS = Forks("torch", "torch._dynamo", "torch.distributed.checkpoint", "transformers", "mgpu_train.tasks.hf")
+_FORKS = Forks("collected", "torch._dynamo", "torch.distributed.checkpoint", "transformers", "mgpu_train.tasks.hf")
 _WORKER = "worker"
 
 

@@ -79,6 +79,30 @@ def test_a_server_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
     server(Forks("json"), tmp_path)
 
 
+def test_a_server_that_cannot_import_is_told_with_its_own_words(tmp_path: Path):
+    with pytest.raises((RuntimeError, ConnectionError)) as told:
+        server(Forks("no_such_module"), tmp_path)
+    assert "No module named 'no_such_module'" in "".join(told.value.__notes__)
+    next(tmp_path.glob("*.err")).with_suffix("").unlink()  # where it listened
+
+
+def test_who_has_started_a_server_is_read_to_its_end_while_others_use_that(tmp_path: Path):
+    (tmp_path / "starts.py").write_text(
+        f"import os, sys; sys.path.insert(0, {str(Path(forks.__file__).parent)!r}); from forks import Forks, Path\n"
+        "of = Forks('json')\n"
+        "ran = of.run(Path('parent.py').resolve(), (), dict(os.environ), cwd=Path.cwd(), timeout=30)\n"
+        "print(ran.stdout.strip() or ran.stderr, flush=True)\n"
+        "print(input())"
+    )
+    env = {**os.environ, "MGPU_TESTS_FORKS": str(tmp_path)}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "starts.py"], cwd=tmp_path, env=env, text=True, **pipes) as first:
+        assert first.stdout
+        started, shared = int(first.stdout.readline()), Forks("json")
+        assert server(shared, tmp_path) == started
+        assert first.communicate("bye\n", timeout=60) == ("bye\n", "")
+
+
 def test_who_looks_in_proc_finds_what_is_forked_by_its_own_words_and_environment(tmp_path: Path):
     looks = tmp_path / "looks.py"
     looks.write_text(

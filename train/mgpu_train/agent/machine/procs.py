@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+_ENDED = "ZX"  # states of a process that only waits for its parent to ask
 MOST_FILES = 1 << 20  # Linux's own limit of one process, unless somebody raises it (fs.nr_open)
 
 
@@ -32,7 +34,7 @@ class Process:
     def alive(self) -> bool:
         """True while it runs; a zombie has ended."""
         stat = _stat(self.pid)
-        return stat is not None and stat[0] not in "ZX" and stat[2] == self.start_ticks and self.boot_id == boot_id()
+        return stat is not None and stat[0] not in _ENDED and stat[2] == self.start_ticks and self.boot_id == boot_id()
 
     @property
     def suspended(self) -> bool:
@@ -58,6 +60,7 @@ class Process:
         return True
 
 
+@cache
 def boot_id() -> str:
     """This boot of the machine; a pid of another boot says nothing."""
     return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -136,17 +139,14 @@ def me() -> Process:
 
 def descendants(root: int) -> list[Process]:
     """All living processes below `root`, whatever session or group they made themselves."""
+    stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
     children: dict[int, list[int]] = {}
-    for pid in _pids():
-        stat = _stat(pid)
-        if stat is not None:
-            children.setdefault(stat[1], []).append(pid)
-    below, queue = [], list(children.get(root, []))
-    while queue:
-        pid = queue.pop()
-        queue += children.get(pid, [])
-        below.append(of(pid))
-    return [process for process in below if process is not None and process.alive]
+    for pid, (_, parent, _) in stats.items():
+        children.setdefault(parent, []).append(pid)
+    below = list(children.get(root, []))
+    for pid in below:  # which grows meanwhile
+        below += children.get(pid, [])
+    return [Process(pid, stats[pid][2], boot_id()) for pid in below if stats[pid][0] not in _ENDED]
 
 
 def carriers(name: str) -> dict[str, list[Process]]:
@@ -155,16 +155,15 @@ def carriers(name: str) -> dict[str, list[Process]]:
     Those of other users cannot be read, nor seen.
     """
     found: dict[str, list[Process]] = {}
-    key = f"{name}=".encode()
+    key = f"\0{name}=".encode()
     for pid in _pids():
         try:
-            environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            _, has, rest = (b"\0" + _read(pid, "environ")).partition(key)
         except OSError:
             continue
-        value = next((entry[len(key) :] for entry in environment if entry.startswith(key)), None)
-        process = None if value is None else of(pid)
-        if value is not None and process is not None and process.alive:
-            found.setdefault(value.decode(errors="replace"), []).append(process)
+        process = of(pid) if has else None
+        if process is not None and process.alive:
+            found.setdefault(rest.partition(b"\0")[0].decode(errors="replace"), []).append(process)
     return found
 
 
@@ -238,7 +237,17 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
     """State, parent and start time of a process."""
     try:
         # the second field is the program's name in brackets and may hold anything: read behind its last bracket
-        fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
     except OSError:
         return None
-    return (fields[0], int(fields[1]), int(fields[19])) if len(fields) > 19 else None
+    return (fields[0].decode(), int(fields[1]), int(fields[19])) if len(fields) > 19 else None
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process, by as few calls as can be: all of a machine's are read, again and again."""
+    file = os.open(f"{_PROC}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = list(iter(lambda: os.read(file, 1 << 16), b""))
+    finally:
+        os.close(file)
+    return b"".join(parts)
