@@ -790,6 +790,29 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
         assert "Schedules: none yet" in str(mgpu("schedule", what, "it").exception)
 
 
+def test_a_run_that_is_in_the_way_of_this_moment_is_named_and_what_ends_that(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    mgpu("schedule", "add", "--cron", "0 2 * * *", "--if-running", "queue", "--yes")
+    (busy,) = json.loads(mgpu("schedule", "run-now", "it", "--json").stdout)["history"]
+    mgpu("schedule", "pause", "it")
+    error = mgpu("schedule", "run-now", "it").exception
+    assert isinstance(error, InputError)
+    assert f"Run {busy['run_id']} was not over, and nothing waits while the schedule is paused" in error.why
+    assert f"`mgpu stop {busy['run_id']}`" in error.next_step
+    assert "`mgpu schedule resume it`" in error.next_step
+
+    def a_night_later(found: Schedule, _: float) -> Schedule:
+        """That run is over and forgotten, which no pass has seen; the next one is under way."""
+        (gone,) = found.history
+        next_one = replace(gone, at=gone.at + 1, run_id="it-2")
+        return replace(found, paused=False, if_running="skip", history=[replace(gone, outcome="running"), next_one])
+
+    kept.change("it", a_night_later)
+    error = mgpu("schedule", "run-now", "it").exception
+    assert (str(error).count("it-2"), busy["run_id"] in str(error)) == (2, False)
+    assert "resume" not in error.next_step
+
+
 def test_a_schedule_that_may_have_come_into_the_backend_is_told_as_that(nights, monkeypatch):
     """Else its runs begin every night, though somebody was told that it could not be added."""
     monkeypatch.chdir(nights.world.folder)
