@@ -126,7 +126,7 @@ def add(
     if jitter > (closest := min((b - a for a, b in pairwise(coming)), default=jitter)):
         why = f"Two of its times are {duration(closest)} apart: the later one could come first."
         raise InputError(f"--jitter {duration(jitter)}", why, f"Give at most {duration(closest)}.")
-    kept.require_free(name)  # before anybody waits for an image
+    kept.require_free(name, user())  # before anybody waits for an image
     source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
