@@ -183,18 +183,18 @@ def _put_piece(store: Store, key: str, data: bytes) -> int:
     from mgpu.acquire.pauses import patiently
 
     def put() -> int:
-        unsure: Unavailable = Ambiguous(f"{key}: it was not there after it was written")
+        unsure = Ambiguous(f"{key}: it was not there after it was written")
         try:
             if store.put_if_absent(key, data):
                 return len(data)
         except Unavailable as error:
-            unsure = error
-        if (there := store.stat(key)) is not None:
+            unsure = Ambiguous(str(error))
+        if (there := store.stat(key)) is not None:  # where this gets no answer, it has been patient enough itself
             return there.size
         raise unsure
 
     limit_s = Timeouts.of_environment(os.environ).store_retry_s
-    return patiently(put, limit_s, lambda pause_s: bool(time.sleep(pause_s)), ignore, (Unavailable,))
+    return patiently(put, limit_s, lambda pause_s: bool(time.sleep(pause_s)), ignore, (Ambiguous,))
 
 
 @contextmanager

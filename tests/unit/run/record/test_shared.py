@@ -403,6 +403,20 @@ def test_a_store_that_refuses_at_once_is_waited_for_until_it_takes_what_has_grow
         assert (Folder(RUN).root / "logs" / "node-0.0000.x.log").exists() == arrives
 
 
+def test_a_store_that_answers_nothing_is_not_waited_for_beyond_its_own_patience(team: Team, monkeypatch):
+    """A laptop that is offline when its run ends; all that a client repeats it has repeated by then."""
+    clock = Clock()
+    with team.on("a"), monkeypatch.context() as patched:
+        Folder(RUN).make()
+        (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("its last words")
+        for call in ("put_if_absent", "stat"):
+            patched.setattr(FileStore, call, Mock(side_effect=Unavailable("no answer")))
+        patched.setattr(shared.files, "time", clock)
+        with pytest.raises(StackError, match="could not be written"):
+            shared.files.send(RUN)
+    assert clock.sleeps == []
+
+
 @pytest.mark.parametrize("looks", [shared.unsettled, lambda: records.find(RUN)])
 def test_a_look_puts_no_old_record_over_that_of_who_supervises_here_since(team: Team, monkeypatch, looks):
     with team.on("a"):
