@@ -126,7 +126,7 @@ def add(
     if jitter > (closest := min((b - a for a, b in pairwise(coming)), default=jitter)):
         why = f"Two of its times are {duration(closest)} apart: the later one could come first."
         raise InputError(f"--jitter {duration(jitter)}", why, f"Give at most {duration(closest)}.")
-    kept.require_free(name)  # before anybody waits for an image
+    kept.require_free(name, user())  # before anybody waits for an image
     source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
@@ -246,7 +246,7 @@ def run_now(name: str, as_json: bool) -> int:
     """Make this moment a time of a schedule: the next `mgpu reconcile` starts it."""
     from mgpu.schedule import kept
     from mgpu.schedule.decide import by_hand
-    from mgpu.schedule.model import Outcome
+    from mgpu.schedule.model import IfRunning, Outcome
 
     now, tried = time.time(), set[float]()
 
@@ -257,7 +257,10 @@ def run_now(name: str, as_json: bool) -> int:
         after = by_hand(found, kept.run_of, now - ahead_s)
         if after.history[-1].outcome is Outcome.SKIPPED:
             why = f"{after.history[-1].reason[:1].upper()}{after.history[-1].reason[1:]}."
-            raise InputError(f"schedule {name} is not started", why, f"Wait for it, or `mgpu stop {_busy(found)}`.")
+            cure = f"Wait for it, or `mgpu stop {_busy(after)}`"
+            if after.paused and after.if_running is not IfRunning.SKIP:
+                cure += f"; or `mgpu schedule resume {name}`, and this again"
+            raise InputError(f"schedule {name} is not started", why, f"{cure}.")
         return after
 
     return _set(name, as_json, placed, "is due now: `mgpu reconcile` starts it")

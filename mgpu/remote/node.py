@@ -134,6 +134,7 @@ class Node:
         python: str | None = None,
         like: str = "",
         apart: bool = False,
+        within_s: float | None = None,
     ) -> SyncReport:
         """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
 
@@ -147,13 +148,14 @@ class Node:
 
         Raises:
             InputError: files that cannot be sent, links that leave the folder.
-            CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`, the wait for others included.
+            CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `within_s` (default: `sync_s`), the wait
+                for others included.
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
         # names are the same bytes there as here, whatever the node's locale
         program = [python or self.target.python, "-I", "-X", "utf8", "-c", _RECEIVER]
         check_path(dest)
-        until = time.monotonic() + self._timeouts.sync_s
+        until = time.monotonic() + (self._timeouts.sync_s if within_s is None else within_s)
         while True:
             try:
                 return self._send(snapshot, program, dest, ("have-apart" if apart else "have", dest, like), until)

@@ -281,9 +281,11 @@ def _place(schedule: Schedule, due: DueTime, now: float) -> None:
     if not earlier:
         return
     first = earlier[0]
-    if schedule.if_running is IfRunning.SKIP:
+    skips = schedule.if_running is IfRunning.SKIP
+    if skips or schedule.paused:
         due.outcome, due.run_id = Outcome.SKIPPED, ""
         due.reason = f"run {first.run_id} was not over"
+        due.reason += "" if skips else ", and nothing waits while the schedule is paused"
         return
     due.outcome = Outcome.WAITING
     due.reason = f"for run {first.run_id} to end"

@@ -86,25 +86,33 @@ def add(schedule: Schedule) -> None:
         there = _find(schedule.name)
     except StackError as error:
         what = f"schedule {schedule.name} may be kept, and start its runs: nobody has confirmed it"
-        cure = f"`mgpu schedule ls` says whether it is, `mgpu schedule rm {schedule.name}` takes it away."
+        cure = (
+            f"`mgpu schedule show {schedule.name}` says whether it is, and who has kept it when; "
+            f"if it is this one, `mgpu schedule rm {schedule.name}` takes it away."
+        )  # it may be somebody else's, who was faster
         raise StackError(what, f"{error.what}: {error.why}", cure) from error
     if there is None or there.schedule.uid != schedule.uid:
         _remove_submission(schedule.submission)
-        raise _taken(schedule.name)
+        if there is None:
+            why = f"Its write to the backend {here.address} was refused, or somebody has removed it since."
+            raise StackError(f"schedule {schedule.name} is not kept", why, "Try it again.")
+        raise _taken(there.schedule, schedule.created_by)
     if there.ahead_s:
         now = schedule.created_at - there.ahead_s
         change(schedule.name, lambda found, _: replace(found, created_at=now, decided_until=now))
 
 
-def require_free(name: str) -> None:
-    """Raises InputError for a name that a schedule has already; StackError."""
-    if _find(name) is not None:
-        raise _taken(name)
+def require_free(name: str, by: str) -> None:
+    """Raises InputError for a name that a schedule has already, `by`: who wants it; StackError."""
+    if (there := _find(name)) is not None:
+        raise _taken(there.schedule, by)
 
 
-def _taken(name: str) -> InputError:
-    cure = f"Give this one another `--name`, or remove that one: `mgpu schedule rm {name}`."
-    return InputError(f"there is a schedule `{name}` already", "", cure)
+def _taken(there: Schedule, by: str) -> InputError:
+    why, cure = f"{there.created_by} has kept it, of {there.run['run_file']}.", "Give this one another `--name`"
+    if there.created_by == by:
+        cure += f", or remove that one: `mgpu schedule rm {there.name}`"
+    return InputError(f"there is a schedule `{there.name}` already", why, f"{cure}.")
 
 
 def change(name: str, how: Callable[[Schedule, float], Schedule]) -> Schedule:

@@ -216,6 +216,15 @@ def test_who_has_waited_long_enough_is_told_for_whom(server, open_node, timeouts
     assert sync(open_node(server), folder, "work").sent == 2
 
 
+def test_a_caller_that_has_less_time_waits_no_longer(server, open_node, folder):
+    dest = server.home / "work"
+    dest.mkdir()
+    with (dest / receiver.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CommandFailed, match="within 0 s"):
+            open_node(server).sync(folder, "work", python=sys.executable, within_s=0)
+
+
 def test_who_finds_another_change_each_time_gives_up_in_time(server, open_node, timeouts, folder, monkeypatch):
     node, other = open_node(server, timeouts.model_copy(update={"sync_s": 0})), open_node(server)
     between(node, monkeypatch, lambda: sync(other, folder, "work"))

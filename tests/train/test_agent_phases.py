@@ -100,6 +100,30 @@ def test_a_disk_that_an_older_attempt_filled_has_room_for_the_next(attempt, monk
     assert [path.name for path in made.checkpoints.iterdir()] == stays
 
 
+def test_what_somebody_else_removes_meanwhile_hides_nothing_that_is_still_to_go(attempt, monkeypatch):
+    """A process of the program that is on its way out. What would be left looks like a checkpoint of this attempt."""
+    made = attempt()
+    for name in ("step-10", "step-20", "half"):
+        (made.checkpoints / name / "deep").mkdir(parents=True)
+        (made.checkpoints / name / "deep" / "part").touch()
+    (made.checkpoints / "note").touch()
+
+    def beaten(real):
+        def remove(path, **how):
+            real(path, **how)
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+        return remove
+
+    with monkeypatch.context() as patched:
+        for name in ("unlink", "rmdir"):
+            patched.setattr(os, name, beaten(getattr(os, name)))
+        folders.clear_local(made)
+    assert [*made.checkpoints.iterdir()] == []
+    made.checkpoints.rmdir()
+    folders.clear_local(made)  # nobody was here before
+
+
 def test_what_an_older_attempt_left_and_cannot_be_killed_ends_this_one(attempt, monkeypatch):
     monkeypatch.setattr(life.procs, "kill_all", lambda *_given: False)
     monkeypatch.setattr(life.launcher_process, "kill_below", lambda _seconds: False)

@@ -229,7 +229,8 @@ def watch(
         if kept or not fleet.owner:
             _leave_clean(session, nodes, fleet)
         if session.record.slots:
-            _take_code_away(session, request, nodes, ended)
+            # the copies are its own, and would fill the machines' disks one run after the other
+            code_upload.take_away(session, request, nodes, ended.lost)
         if kept:
             _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
@@ -254,15 +255,6 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
         container_setup.down(nodes, fleet, session.record.run_id, session.timeouts)
     except RemoteError as error:
         session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
-
-
-def _take_code_away(session: Session, request: Request, nodes: NodeSet, ended: Ended) -> None:
-    """Each run that shares the machines has copies of its own, which would fill their disks one after the other."""
-    there = NodeSet(node for node in nodes.nodes if node.target.rank not in ended.lost)
-    try:
-        code_upload.take_away(session, request, there)
-    except RemoteError as error:
-        session.emit(Warned(f"the run's code is left on the fleet: {error.what}"))
 
 
 def _leaving(session: Session, seconds: float) -> bool:

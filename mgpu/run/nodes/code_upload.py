@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from mgpu_train.agent.host.layout import RunLayout
 
 from mgpu import paths
-from mgpu.errors import InputError
+from mgpu.errors import InputError, RemoteError
 from mgpu.events import Event, Note, Warned
 from mgpu.remote.ignored import GIT_FILE, IGNORE_FILE
 from mgpu.remote.snapshot import Snapshot, scan
@@ -30,6 +30,7 @@ from mgpu.run.record.folder import Folder
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
+    from mgpu.remote.node import Node
     from mgpu.remote.nodeset import NodeSet
     from mgpu.run.record.session import Session
 
@@ -129,10 +130,22 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     session.emit(Note(f"code: {count(reports[0].files, 'file')}, {most} sent to {words}"))
 
 
-def take_away(session: Session, request: Request, nodes: NodeSet) -> None:
-    """Removes from the nodes what `send` has put there; what the program has written stays. Raises RemoteError."""
-    if request.workdir is not None:
-        nodes.sync(Snapshot(session.folder.work, {}), str(RunLayout(request.run_id).work))
+def take_away(session: Session, request: Request, nodes: NodeSet, lost: tuple[int, ...]) -> None:
+    """Removes what `send` has put on the nodes, but for those that are lost; what the program has written stays. Of a
+    node that has not done it within `command_s` it is told, and no more: the machines' lease runs meanwhile."""
+    if request.workdir is None:
+        return
+    nothing, work = Snapshot(session.folder.work, {}), str(RunLayout(request.run_id).work)
+
+    def take(node: Node) -> None:
+        if node.target.rank in lost:
+            return
+        try:
+            node.sync(nothing, work, within_s=session.timeouts.command_s)
+        except RemoteError as error:
+            session.emit(Warned(f"the run's code may be left on the fleet, in {work}: {error.what}"))
+
+    nodes.each(take)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
 from mgpu.errors import InputError, StackError
+from mgpu.events import ignore
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.supervisor_lock import held
 
@@ -46,7 +47,6 @@ _FOLLOW_EVERY_S = 5.0
 _followed: dict[str, float] = {}  # by run, when its files were brought last
 _LARGEST = 64 << 20  # bytes of a small file
 _PIECE = 8 << 20  # bytes of what has grown at a time
-_TRIES = 3  # to send it: between two the store is waited for
 
 
 def keep(run_id: str) -> None:
@@ -175,19 +175,26 @@ def _send_grown(store: Store, run_id: str) -> None:
 def _put_piece(store: Store, key: str, data: bytes) -> int:
     """How many bytes of it the backend has now: these, or what is there already. That came by a try whose answer was
     lost; or this machine has slept on the way, and whoever has taken the run over has sent more, and goes on behind
-    it."""
+    it. A store that refuses is asked again after growing pauses, as long as for any other request: of a run that is
+    over there may be no next turn."""
     from mgpu_train.store import Ambiguous, Unavailable
+    from mgpu_train.timeouts import Timeouts
 
-    unsure: Unavailable = Ambiguous(f"{key}: {_TRIES} times it was not there after it was written")
-    for _ in range(_TRIES):
+    from mgpu.acquire.pauses import patiently
+
+    def put() -> int:
+        unsure = Ambiguous(f"{key}: it was not there after it was written")
         try:
             if store.put_if_absent(key, data):
                 return len(data)
         except Unavailable as error:
-            unsure = error
-        if (there := store.stat(key)) is not None:
+            unsure = Ambiguous(str(error))
+        if (there := store.stat(key)) is not None:  # where this gets no answer, it has been patient enough itself
             return there.size
-    raise unsure
+        raise unsure
+
+    limit_s = Timeouts.of_environment(os.environ).store_retry_s
+    return patiently(put, limit_s, lambda pause_s: bool(time.sleep(pause_s)), ignore, (Ambiguous,))
 
 
 @contextmanager

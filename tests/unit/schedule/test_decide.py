@@ -370,14 +370,17 @@ def test_this_moment_is_a_time_too_and_waits_its_turn():
     assert again.history[1].outcome is Outcome.SKIPPED
 
 
-def test_this_moment_does_not_wait_for_a_schedule_that_is_paused():
-    """The next pass would skip it, when whoever asked for it has gone."""
-    made = by_hand(schedule(if_running=IfRunning.QUEUE, paused=True), lambda _: None, BEGIN + HOUR)
+@pytest.mark.parametrize("rule", [IfRunning.QUEUE, IfRunning.REPLACE])
+def test_this_moment_does_not_wait_for_a_schedule_that_is_paused(rule: IfRunning):
+    """The next pass would skip it, when whoever asked for it has gone. What is in its way is the run."""
+    made = by_hand(schedule(if_running=rule, paused=True), lambda _: None, BEGIN + HOUR)
     assert made.history[0].outcome is Outcome.STARTING
     again = by_hand(made, lambda _: None, BEGIN + 1.5 * HOUR)
-    assert (again.history[1].outcome, again.history[1].reason) == (Outcome.SKIPPED, "the schedule was paused")
-    waits = by_hand(replace(made, paused=False), lambda _: None, BEGIN + 1.5 * HOUR)
-    assert waits.history[1].outcome is Outcome.WAITING
+    why = f"run {made.history[0].run_id} was not over, and nothing waits while the schedule is paused"
+    assert (again.history[1].outcome, again.history[1].reason) == (Outcome.SKIPPED, why)
+    assert again.history[0] == made.history[0], "it goes on"
+    goes_on = by_hand(replace(made, paused=False), lambda _: None, BEGIN + 1.5 * HOUR)
+    assert goes_on.history[1].outcome is (Outcome.WAITING if rule is IfRunning.QUEUE else Outcome.STARTING)
 
 
 def test_jitter_is_the_same_everywhere_and_holds_a_time_back():

@@ -19,6 +19,8 @@ import pytest
 from click.testing import CliRunner
 from mgpu_train.agent.host.python_env import PROBLEM
 from mgpu_train.config import Job, Share
+from mgpu_train.store import Ambiguous
+from mgpu_train.store.file import FileStore
 from waiting import until
 
 from mgpu.backend import location
@@ -790,6 +792,29 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
         assert "Schedules: none yet" in str(mgpu("schedule", what, "it").exception)
 
 
+def test_a_run_that_is_in_the_way_of_this_moment_is_named_and_what_ends_that(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    mgpu("schedule", "add", "--cron", "0 2 * * *", "--if-running", "queue", "--yes")
+    (busy,) = json.loads(mgpu("schedule", "run-now", "it", "--json").stdout)["history"]
+    mgpu("schedule", "pause", "it")
+    error = mgpu("schedule", "run-now", "it").exception
+    assert isinstance(error, InputError)
+    assert f"Run {busy['run_id']} was not over, and nothing waits while the schedule is paused" in error.why
+    assert f"`mgpu stop {busy['run_id']}`" in error.next_step
+    assert "`mgpu schedule resume it`" in error.next_step
+
+    def a_night_later(found: Schedule, _: float) -> Schedule:
+        """That run is over and forgotten, which no pass has seen; the next one is under way."""
+        (gone,) = found.history
+        next_one = replace(gone, at=gone.at + 1, run_id="it-2")
+        return replace(found, paused=False, if_running="skip", history=[replace(gone, outcome="running"), next_one])
+
+    kept.change("it", a_night_later)
+    error = mgpu("schedule", "run-now", "it").exception
+    assert (str(error).count("it-2"), busy["run_id"] in str(error)) == (2, False)
+    assert "resume" not in error.next_step
+
+
 def test_a_schedule_that_may_have_come_into_the_backend_is_told_as_that(nights, monkeypatch):
     """Else its runs begin every night, though somebody was told that it could not be added."""
     monkeypatch.chdir(nights.world.folder)
@@ -807,6 +832,45 @@ def test_a_schedule_that_may_have_come_into_the_backend_is_told_as_that(nights, 
     assert "may be kept" in failed.what
     assert "mgpu schedule rm it" in failed.next_step
     assert mgpu("schedule", "rm", "it").return_value == 0
+
+
+def test_a_schedule_whose_write_was_refused_is_not_told_as_a_name_that_is_taken(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    real, refused = FileStore.put_if_absent, list[str]()
+
+    def busy(store: FileStore, key: str, data: bytes) -> bool:
+        if key == "schedules/it.json" and not refused:
+            refused.append(key)
+            raise Ambiguous("503 SlowDown")
+        return real(store, key, data)
+
+    monkeypatch.setattr(FileStore, "put_if_absent", busy)
+    add = ("schedule", "add", "--cron", "0 2 * * *", "--yes")
+    failed = mgpu(*add).exception
+    assert (type(failed), failed.what, failed.next_step) == (StackError, "schedule it is not kept", "Try it again.")
+    assert mgpu(*add).return_value == 0
+
+
+def test_nobody_is_told_to_remove_a_schedule_of_somebody_else(nights, monkeypatch):
+    """Of a name that is taken already, and of one that was taken while this one was made, and which nobody can read."""
+    monkeypatch.chdir(nights.world.folder)
+    add = ("schedule", "add", "--cron", "0 2 * * *", "--yes")
+    mgpu(*add)
+    own = mgpu(*add).exception
+    assert "`mgpu schedule rm it`" in own.next_step
+    kept.change("it", lambda found, _: replace(found, created_by="anna@desk"))
+    taken = mgpu(*add).exception
+    assert isinstance(taken, InputError)
+    assert f"anna@desk has kept it, of {nights.world.run_file}" in taken.why
+    assert ("--name" in taken.next_step, "schedule rm" in taken.next_step) == (True, False)
+
+    monkeypatch.setattr(kept, "require_free", lambda *_: None)
+    again = mgpu(*add).exception
+    assert (again.why, again.next_step) == (taken.why, taken.next_step)
+    monkeypatch.setattr(kept, "_find", Mock(side_effect=StackError("the backend could not be read", "no answer")))
+    unsure = mgpu(*add).exception
+    assert unsure.next_step.startswith("`mgpu schedule show it` says whether it is, and who has kept it")
+    assert "if it is this one, `mgpu schedule rm it`" in unsure.next_step
 
 
 def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):

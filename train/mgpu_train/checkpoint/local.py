@@ -35,7 +35,17 @@ def discard(path: Path) -> None:
         path.rename(doomed)
     except FileNotFoundError:
         return
-    shutil.rmtree(doomed)
+    remove_tree(doomed)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder; what somebody else removes meanwhile is gone, too. Raises OSError."""
+
+    def unless_absent(_call: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(raised[1], FileNotFoundError):
+            raise raised[1]
+
+    shutil.rmtree(folder, onerror=unless_absent)
 
 
 @contextmanager

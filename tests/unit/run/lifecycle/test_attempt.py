@@ -284,6 +284,29 @@ def test_a_machine_that_is_lost_is_not_asked_for_its_code_again(run, code):
     assert not [each for each in run.world.of(Warned) if "code" in each.text]
 
 
+def test_a_node_that_is_stuck_holds_up_no_end_and_what_it_keeps_is_told(run, code):
+    """The lease of the run would be over meanwhile, and the kept fleet gone."""
+    asked = dict[int, float | None]()
+
+    def stuck(rank, taken, *given, within_s=None, **how):
+        if code.get(rank):  # it has been sent
+            asked[rank] = within_s
+            raise ConnectionFailed(f"node {rank}: no end of `python3`", "No answer in time.")
+        return taken(*given, **how)
+
+    for rank, node in enumerate(run.world.nodes):
+        node.sync = partial(stuck, rank, node.sync)
+    run.record.slots = [1]
+    assert run.conduct().succeeded
+    assert asked == dict.fromkeys((0, 1), run.world.timeouts.command_s)
+    told = sorted(each.text for each in run.world.of(Warned) if "code" in each.text)
+    where = run.world.nodes[0].layout.work
+    assert told == [
+        f"the run's code may be left on the fleet, in {where}: node {rank}: no end of `python3`" for rank in (0, 1)
+    ]
+    assert run.record.lease_until, "the fleet is kept all the same"
+
+
 def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):
     run.world.program = run.world.train_on
     run.world.nodes[1].reachable = False

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
+from fakes.clock import Clock
 from fakes.gateway import Team
 from mgpu_train.store import Ambiguous, Store, Unavailable, open_store
 from mgpu_train.store.file import FileStore
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
+from mgpu.acquire import pauses
 from mgpu.backend import location
 from mgpu.backend.lease import Lease
 from mgpu.backend.location import Backend
@@ -371,6 +373,48 @@ def test_what_has_grown_is_sent_once_though_an_answer_is_lost(team: Team, monkey
     with team.on("b"):
         shared.files.bring_grown(RUN)
         assert (Folder(RUN).root / "logs" / "node-0.0000.x.log").read_text() == "its words"
+
+
+@pytest.mark.parametrize(("refused_s", "arrives"), [(20.0, True), (3600.0, False)])
+def test_a_store_that_refuses_at_once_is_waited_for_until_it_takes_what_has_grown(
+    team: Team, monkeypatch, refused_s: float, arrives: bool
+):
+    """Of the end of a run's log nothing else is sent later."""
+    real, clock, asked = FileStore.put_if_absent, Clock(), list[float]()
+
+    def busy(store: FileStore, key: str, data: bytes) -> bool:
+        asked.append(clock.now)
+        if clock.now < refused_s:
+            raise Ambiguous("503 SlowDown")
+        return real(store, key, data)
+
+    with team.on("a"), monkeypatch.context() as patched:
+        Folder(RUN).make()
+        (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("its last words")
+        patched.setattr(FileStore, "put_if_absent", busy)
+        patched.setattr(shared.files, "time", clock)
+        patched.setattr(pauses, "time", clock)
+        with nullcontext() if arrives else pytest.raises(StackError, match="could not be written"):
+            shared.files.send(RUN)
+    assert asked[-1] <= Timeouts().store_retry_s
+    assert len(asked) < 10, "the pauses grow"
+    with team.on("b"):
+        shared.files.bring_grown(RUN)
+        assert (Folder(RUN).root / "logs" / "node-0.0000.x.log").exists() == arrives
+
+
+def test_a_store_that_answers_nothing_is_not_waited_for_beyond_its_own_patience(team: Team, monkeypatch):
+    """A laptop that is offline when its run ends; all that a client repeats it has repeated by then."""
+    clock = Clock()
+    with team.on("a"), monkeypatch.context() as patched:
+        Folder(RUN).make()
+        (Folder(RUN).root / "logs" / "node-0.0000.x.log").write_text("its last words")
+        for call in ("put_if_absent", "stat"):
+            patched.setattr(FileStore, call, Mock(side_effect=Unavailable("no answer")))
+        patched.setattr(shared.files, "time", clock)
+        with pytest.raises(StackError, match="could not be written"):
+            shared.files.send(RUN)
+    assert clock.sleeps == []
 
 
 @pytest.mark.parametrize("looks", [shared.unsettled, lambda: records.find(RUN)])

@@ -76,7 +76,5 @@ def clear_local(attempt: Attempt, but: str | None = None) -> None:
     """
     try:
         saves.clear(attempt.checkpoints, attempt.checkpoints / but if but else None)
-    except FileNotFoundError:  # nobody was here before
-        return
     except OSError as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"{attempt.checkpoints} cannot be emptied: {error}") from error

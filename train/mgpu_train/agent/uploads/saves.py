@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu_train.checkpoint.local import discard, finished
+from mgpu_train.checkpoint.local import discard, finished, remove_tree
 
 KEPT = 2  # newest ones that stay on the disk of one of several nodes, while one is uploaded
 # ... while none is: node 0 may ask for one that it saw as the newest a moment ago; not all: it may be silent for long
@@ -32,17 +31,21 @@ def tidy(folder: Path, uploading: int | None, kept: int = KEPT) -> list[int]:
 
 
 def clear(folder: Path, but: Path | None = None) -> None:
-    """Empties the folder, unfinished checkpoints of older attempts included, `but` for one of it. Raises OSError.
+    """Empties the folder, unfinished checkpoints of older attempts included, `but` for one of it. Absent is fine.
 
-    Who is killed in the middle of it leaves nothing that looks like a whole checkpoint.
+    Who is killed in the middle of it leaves nothing that looks like a whole checkpoint. Raises OSError.
     """
     for _, path in finished(folder):
         if path != but:
             discard(path)
-    for path in list(folder.iterdir()):
+    try:
+        left = list(folder.iterdir())
+    except FileNotFoundError:  # nobody was here before
+        return
+    for path in left:
         if path == but:
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            remove_tree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
