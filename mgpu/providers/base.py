@@ -18,6 +18,7 @@ from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
+_TOLD = 8  # errors that one speaks for
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _AGE = {"stock", "fetched_at", "most_usd_per_hour"}  # what differs between two looks at one offer
@@ -513,8 +514,7 @@ class DriverFacts(Protocol):
 
 def of_each(items: Iterable[_T], ask: Callable[[_T], _R]) -> list[_R]:
     """What `ask` says of each, in their order; for what is given back: a machine that stays because another one does
-    costs money. Raises the first ProviderError once all were asked; one that passes comes before others, because the
-    same call is made again after it."""
+    costs money. Raises the ProviderErrors as one (`as_one`) once all were asked."""
     said, failed = list[_R](), list[ProviderError]()
     for item in items:
         try:
@@ -522,8 +522,20 @@ def of_each(items: Iterable[_T], ask: Callable[[_T], _R]) -> list[_R]:
         except ProviderError as error:
             failed.append(error)
     if failed:
-        raise next((error for error in failed if isinstance(error, Transient | RateLimited)), failed[0])
+        raise as_one(failed)
     return said
+
+
+def as_one(failed: Sequence[ProviderError]) -> ProviderError:
+    """The first of these errors, with the words of the others; one that passes comes before others, because the same
+    call is made again after it."""
+    first = next((error for error in failed if isinstance(error, Transient | RateLimited)), failed[0])
+    others = [error for error in failed if error is not first]
+    lines = list(dict.fromkeys(": ".join(filter(None, (error.what, error.why))) for error in others))
+    more = [f"and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else []
+    first.why = "\n".join(filter(None, (first.why, *lines[:_TOLD], *more)))
+    first.next_step = " ".join(dict.fromkeys(filter(None, (error.next_step for error in (first, *others)))))
+    return first
 
 
 def listing(provider: Provider, owner: str) -> Listing:

@@ -6,12 +6,16 @@ import time
 
 import pytest
 from fakes import fleets
+from fakes.clock import Clock
 from fakes.fleets import HERE, rent, schedules, templates
+from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import InvalidRequest, PermissionDenied, ProviderError, RateLimited, Transient
+from mgpu import acquire
+from mgpu.errors import PermissionDenied, ProviderError, RateLimited, TeardownIncomplete, Transient
 from mgpu.providers.aws import names
 from mgpu.providers.aws.instances import reaper, teardown
 from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.provider import AwsProvider
 
 UNKNOWN = "i-0123456789abcdef0"
 
@@ -178,16 +182,43 @@ def test_one_id_that_is_not_known_stops_no_other(aws, account):
     assert aws.alive() == []
 
 
-def test_a_protected_machine_is_named_and_stops_no_other(aws, account):
-    fleet = rent(aws, 5)
-    ec2 = fleets.client(aws)
-    ec2.modify_instance_attribute(InstanceId=fleet.ids[1], DisableApiTermination={"Value": True})
-    with pytest.raises(InvalidRequest, match="OperationNotPermitted"):
-        teardown.destroy(account, fleet.handle)
-    assert aws.alive() == [fleet.ids[1]]
-    ec2.modify_instance_attribute(InstanceId=fleet.ids[1], DisableApiTermination={"Value": False})
-    end(account, fleet.handle)
-    assert aws.alive() == []
+def protect(aws, machine, on=True):
+    fleets.client(aws).modify_instance_attribute(InstanceId=machine, DisableApiTermination={"Value": on})
+
+
+def test_of_a_fleet_with_a_protected_machine_all_else_goes_and_that_one_is_told(aws, account):
+    first, fleet = rent(aws, 1, token="token-0"), rent(aws, 5)
+    arm(account, fleet)
+    for machine in fleet.ids[1:3]:
+        fleets.address(aws, fleet, machine)
+    fleets.address(aws, first), fleets.disk(aws, fleet)
+    kept, handle = fleet.ids[1], fleet.handle.model_copy(update={"ids": (*fleet.ids, *first.ids)})
+    protect(aws, kept)
+    provider, clock = AwsProvider(aws.options), Clock()
+    with pytest.raises(TeardownIncomplete) as told:
+        acquire.destroy(provider, handle, timeouts=Timeouts(), clock=clock, sleep=clock.sleep)
+    assert clock() < Timeouts().destroy_s, "it is told when all else is gone"
+    for words in (f"ending {kept}", "OperationNotPermitted", "--no-disable-api-termination", "`mgpu down`"):
+        assert words in told.value.why
+    (address,) = fleets.client(aws).describe_addresses()["Addresses"]
+    assert (address["InstanceId"], aws.alive()) == (kept, [kept])
+    assert set(schedules(aws)) == {reaper.name_of(kept)}, "it ends at its hard cap, whoever forgets it"
+    assert templates(aws) == {"mgpu-token-1"}
+    protect(aws, kept, on=False)
+    end(account, handle)
+    assert (aws.alive(), templates(aws), schedules(aws)) == ([], set(), {})
+
+
+def test_a_protected_machine_is_told_while_the_others_are_on_their_way_out(aws, account):
+    fleet = rent(aws, 3)
+    fleets.address(aws, fleet)
+    protect(aws, fleet.ids[1])
+    aws.pace(ending_s=1000)
+    for _ in range(2):
+        with pytest.raises(Transient, match=fleet.ids[1]) as told:  # call again
+            teardown.destroy(account, fleet.handle)
+        assert "OperationNotPermitted" in told.value.why
+    assert len(fleets.client(aws).describe_addresses()["Addresses"]) == 1
 
 
 def test_what_is_refused_for_all_is_not_asked_a_thousand_times(aws, account):

@@ -32,6 +32,7 @@ from mgpu.providers.base import (
     NodeState,
     Offers,
     Provider,
+    as_one,
 )
 from mgpu.providers.hosts import machines
 from mgpu.providers.hosts.machines import REGION, Answer
@@ -144,21 +145,18 @@ class HostsProvider(Provider):
         Raises:
             AuthError: one cannot be logged in to, before its hard cap.
             InvalidRequest: one has answered that it cannot do it: what runs there may go on.
+            Transient: the same, while others are silent, or end what runs there: call again.
         """
         request = {"verb": "end", "reason": "given back"}
         wanted = handle.ids if nodes is None else nodes
         found = self._each_id(wanted, lambda host, name: self._client.ask(host, {**request, "names": [name]}))
-        gone = [self._gone(each, answer) for each, answer in found]
-        failed = [  # told after all have been asked, and looked at
-            (each, answer)
-            for (each, answer), over in zip(found, gone, strict=True)
-            if not over and isinstance(answer, ProviderError) and not isinstance(answer, Transient)
-        ]
-        if mute := [answer for each, answer in failed if isinstance(answer, Mute) and _late(each)]:
+        stays = [(each, answer) for each, answer in found if not self._gone(each, answer)]  # all have been asked
+        refused = [each for each in stays if isinstance(each[1], ProviderError) and not isinstance(each[1], Transient)]
+        if mute := [answer for each, answer in refused if isinstance(answer, Mute) and _late(each)]:
             raise _for_the_last_time(mute)  # first: what else there is says so again
-        if failed:
-            raise failed[0][1]
-        return all(gone)
+        if refused:
+            raise as_one([_not_yet(each, answer) for each, answer in stays])
+        return not stays
 
     def _gone(self, each: str, answer: dict[str, Any] | ProviderError) -> bool:
         note = _asked_to_end(each)
@@ -375,6 +373,12 @@ def _digest(request: FleetRequest, offer: Offer) -> str:
 def _asked_to_end(each: str) -> Path:
     """Is there once a host was asked to end a run, and did not answer: a hint of this machine's, for `describe`."""
     return paths.state_dir() / "hosts" / hashlib.sha256(each.encode()).hexdigest()[:20]
+
+
+def _not_yet(each: str, answer: dict[str, Any] | ProviderError) -> ProviderError:
+    if isinstance(answer, ProviderError):
+        return answer
+    return Transient(f"host {_parts(each)[0]} still ends what ran there")
 
 
 def _late(each: str) -> bool:

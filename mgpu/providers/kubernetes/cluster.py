@@ -71,7 +71,7 @@ class Missing(Transient):
     """Whether it is surely the API server's word, which gives a reason with it for every kind of object it knows."""
 
 
-class Exists(Exception):
+class Exists(Transient):
     """An object of this name is there already, or was changed meanwhile."""
 
 
@@ -256,7 +256,7 @@ def _renewed(access: Access, refused: _Proxy | None, ask: Callable[[], str], err
             with _lock:
                 new = _proxies.get(access)
                 # any other word is the API server's, to one whom it has let in
-                heard = isinstance(failure, Missing) or not isinstance(failure, _NO_WORD)
+                heard = isinstance(failure, Missing | Exists) or not isinstance(failure, _NO_WORD)
                 if new is None or not heard or not isinstance(failure, Exception):
                     over, _proxies[access] = new, refused
                 if isinstance(failure, AuthError):
@@ -304,7 +304,7 @@ class Cluster:
         try:
             return self._object("POST", path, query, body, lost=AmbiguousCreate if makes else Transient)
         except Changed as error:  # many are made at a time, and nothing has come of this one
-            raise Transient(f"kubernetes: POST {path}", str(error), "Ask again later.") from error
+            raise Transient(error.what, error.why, error.next_step) from error
 
     def patch(self, path: str, body: Json) -> Json:
         """Merges this into an object. Raises Missing; Exists: it was changed meanwhile."""
@@ -373,7 +373,7 @@ def refused(
     retry_after: str | None = None,
     lost: type[ProviderError] = Transient,
     said: Callable[[], str] = str,
-) -> Exception:
+) -> ProviderError:
     """What an answer that is no success means: 4xx is the API server's word, all else may be a lost one. `said`: what
     kubectl wrote before it."""
     try:
@@ -389,7 +389,7 @@ def refused(
             missing.by_api = reason == "NotFound"
             return missing
         case 409:
-            return Changed(why) if reason == "Conflict" else Exists(why)
+            return (Changed if reason == "Conflict" else Exists)(what, why, "Ask again later.")
         case 401:
             return AuthError(what, why, _LOG_IN)
         case 403 if "exceeded quota" in why:

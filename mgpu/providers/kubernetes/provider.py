@@ -46,7 +46,7 @@ from mgpu.providers.base import (
     of_each,
 )
 from mgpu.providers.kubernetes import manifest, node_pool, offered
-from mgpu.providers.kubernetes.cluster import Access, Cluster, Exists, Json, Missing, in_cluster
+from mgpu.providers.kubernetes.cluster import Access, Changed, Cluster, Exists, Json, Missing, in_cluster
 from mgpu.providers.kubernetes.gang import Gang, Pod, stamp
 from mgpu.providers.kubernetes.options import ENTRY, KubernetesOptions
 
@@ -216,9 +216,7 @@ class KubernetesProvider(Provider):
 
         ends = [] if gang.over else [partial(self._end_job, place, handle.token, gang)]
         ends += [partial(self._end_pod, place, pod) for pod in gang.pods]
-        try:
-            of_each([*ends, end_pool], lambda end: end())
-        except Exists:  # it was changed meanwhile
+        if not all(of_each([*ends, end_pool], _unless_changed)):
             return False
         left = self._gang(place, handle.token)
         return left.over and not left.pods and self._pool(place, left, handle.token) is None
@@ -244,7 +242,7 @@ class KubernetesProvider(Provider):
                 place.cluster.delete(f"{place.pods}/{pod.name}", body)
 
     def _let_go(self, place: offered.Place, pod: Pod) -> None:
-        """Takes the finalizer away: the API may forget the pod. Raises Exists: it was changed meanwhile."""
+        """Takes the finalizer away: the API may forget the pod. Raises Changed: it was changed meanwhile."""
         others = [each for each in pod.finalizers if each != manifest.ENDED]
         if others != pod.finalizers:
             meta = {"resourceVersion": pod.version, "finalizers": others}
@@ -368,6 +366,16 @@ class KubernetesProvider(Provider):
             access.context,
         )
         return ProxyCommand(command=words, in_process=True)
+
+
+def _unless_changed(end: Callable[[], None]) -> bool:
+    """False: somebody else has written into it meanwhile, who may do so at any time; what it is now the next look
+    shows."""
+    try:
+        end()
+    except Changed:
+        return False
+    return True
 
 
 def _token(seen: Json) -> str:

@@ -130,14 +130,16 @@ tell() { # TOKEN: Slurm's word on the job, and the nodes' own
 
 give_back() { # TOKEN: asks all jobs of this token to end; a node that can clears itself first
     jobs=$(named "$1" '%T:%i') || exit 1
-    if [ -d "$gangs/$1" ]; then : >"$gangs/$1/given-back"; fi # a task that has just begun hears no USR2
+    # a task that has just begun hears no USR2; in a shell of its own, which a file that cannot be made ends
+    if [ -d "$gangs/$1" ]; then (: >"$gangs/$1/given-back") 2>/dev/null; fi
+    stays=
     for job in $jobs; do
         ended "${job%%:*}" && continue
         # to a job that waits scancel would try to send it for a minute and a half
         case $job in RUNNING:*) scancel --signal=USR2 "${job#*:}" 2>/dev/null ;; esac
-        scancel "${job#*:}" || exit 1
+        scancel "${job#*:}" || stays=yes
     done
-    return 0
+    [ -z "$stays" ]
 }
 
 owned() { # all jobs of mgpu's that have not ended; other names and comments may hold anything, newlines too

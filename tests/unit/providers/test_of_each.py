@@ -32,3 +32,14 @@ def test_all_are_asked_before_one_is_raised(answers, raised):
 
 def test_what_each_says_comes_in_their_order():
     assert of_each("ab", str.upper) == ["A", "B"]
+
+
+def test_what_the_others_say_is_told_with_it_once():
+    def ask(error: ProviderError) -> None:
+        raise error
+
+    parts = [PermissionDenied(f"p-{part}", "forbidden", "Ask for the right.") for part in range(12)]
+    with pytest.raises(Transient) as refused:
+        of_each([*parts, Transient("q", "no answer", "Ask again later."), parts[0]], ask)
+    assert refused.value.why.splitlines() == ["no answer", *(f"p-{part}: forbidden" for part in range(8)), "and 4 more"]
+    assert refused.value.next_step == "Ask again later. Ask for the right."

@@ -22,7 +22,7 @@ from mgpu.providers.aws.instances import listing, machines, reaper
 from mgpu.providers.aws.instances.listing import Shown, carries, id_of, is_absent, tag_filters, tags_of, unless_absent
 from mgpu.providers.aws.instances.machines import phase_of
 from mgpu.providers.aws.session import Account
-from mgpu.providers.base import Handle, Listing, NodePhase
+from mgpu.providers.base import Handle, Listing, NodePhase, as_one
 
 _BATCH = 1000  # machines that one TerminateInstances takes
 _CALLS = 100  # of TerminateInstances, before what EC2 refuses is halved no more
@@ -31,7 +31,12 @@ _T = TypeVar("_T")
 _PAUSES_S = (0.25, 0.5, 1.0)  # between two looks at a region that is busy
 _LIVING = ("pending", "running", "shutting-down", "stopping", "stopped")
 # answers about single machines that fail the call for all of them
-_OF_ONE = ("IncorrectInstanceState", "OperationNotPermitted", "UnauthorizedOperation")
+_PROTECTED = "OperationNotPermitted"
+_OF_ONE = ("IncorrectInstanceState", _PROTECTED, "UnauthorizedOperation")
+_UNPROTECT = (
+    "Turn its termination protection off (`aws ec2 modify-instance-attribute --no-disable-api-termination "
+    "--instance-id {id} --region {region}`), and run `mgpu down` again."
+)
 
 
 def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
@@ -40,8 +45,9 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
     True: EC2 says that all are terminated, and nothing of them is left; False: call again. Absent never raises.
 
     Raises:
-        PermissionDenied, InvalidRequest: a machine, address or disk that EC2 does not let go; the others were asked to
-            end all the same.
+        PermissionDenied, InvalidRequest: a machine, address or disk that EC2 does not let go; nothing is left of other
+            machines, and all else was asked to go.
+        Transient: a machine that EC2 does not let go, while others are on their way out; call again.
         ProviderError: EC2 refused, or did not answer; call again.
     """
     asked = [name for name in (handle.ids if nodes is None else nodes) if name]
@@ -49,25 +55,19 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
         return True
     shown = listing.by_id(account, handle.region, asked)
     ids = [name for name in asked if name.startswith("i-")]
-    if not _ended(account, handle, ids, shown):
-        return False
-    tokens = {handle.token, *(tags_of(resource).get(names.TOKEN, "") for resource in shown.values())} - {""}
-    if nodes is None:
-        tokens |= _creates(account, handle, shown)
-    left = [resource for name, resource in shown.items() if not name.startswith("i-")]
-    left += _left_by(account, handle.region, tokens)
-    gone, refused = list[bool](), list[ProviderError]()
-    for resource in left:  # also what comes after one that EC2 does not let go
-        try:
-            gone.append(_discarded(account, handle.region, resource, set(ids)))
-        except (PermissionDenied, InvalidRequest) as error:
-            refused.append(error)
+    going, staying = _asked_to_end(account, handle, ids, shown)
+    refused, gone = list(dict.fromkeys(staying.values())), False
+    try:
+        gone = not going and _cleared(account, handle, shown, set(ids) - staying.keys(), whole=nodes is None)
+    except (PermissionDenied, InvalidRequest) as error:
+        refused.append(error)
+    else:
+        if refused and not gone:
+            what = f"aws {handle.region}: {', '.join(staying)} cannot be ended; all else is on its way out"
+            refused.append(Transient(what))
     if refused:
-        raise refused[0]
-    if not all(gone):
-        return False
-    reaper.disarm(account, handle.region, ids)
-    return _closed(account, handle.region, tokens)
+        raise as_one(refused)
+    return gone
 
 
 def list_owned(account: Account, owner: str) -> Listing:
@@ -92,38 +92,66 @@ def list_owned(account: Account, owner: str) -> Listing:
 # --- machines ---------------------------------------------------------------------------------------------------------
 
 
-def _ended(account: Account, handle: Handle, ids: list[str], shown: dict[str, Shown]) -> bool:
-    """Whether these machines are terminated; those that are not are asked to."""
+def _asked_to_end(
+    account: Account, handle: Handle, ids: list[str], shown: dict[str, Shown]
+) -> tuple[list[str], dict[str, ProviderError]]:
+    """Those of these machines that are on their way out, and why EC2 does not let go of others; all that are not
+    terminated were asked to end."""
     live = [name for name in ids if name in shown and phase_of(shown[name]) is not NodePhase.TERMINATED]
     unseen = [name for name in ids if name not in shown]
     unsure = unseen if unseen and not machines.forgotten(account, handle) else []
     idle = [name for name in live if shown[name]["State"]["Name"] != "shutting-down"]
-    _terminate(account, handle.region, idle + unsure)
-    return not live and not unsure
+    staying = _terminate(account, handle.region, idle + unsure)
+    return [name for name in live + unsure if name not in staying], staying
 
 
-def _terminate(account: Account, region: str, ids: list[str]) -> None:
-    """Asks EC2 to end machines. One bad id fails a whole call, so a call that fails for its ids is made again in
-    halves, until the bad ones stand alone."""
+def _terminate(account: Account, region: str, ids: list[str]) -> dict[str, ProviderError]:
+    """Asks EC2 to end machines, and says of those that it does not let go why. One bad id fails a whole call, so a call
+    that fails for its ids is made again in halves, until the bad ones stand alone."""
     from botocore.exceptions import ClientError
 
-    ec2, waiting, refused = account.client("ec2", region), list(listing.in_batches(ids, _BATCH)), list[ClientError]()
-    with calling(f"ending {len(ids)} machines", region):
-        for some in waiting:  # it grows on the way
-            try:
+    ec2, waiting = account.client("ec2", region), list(listing.in_batches(ids, _BATCH))
+    refused = dict[str, ProviderError]()
+    for some in waiting:  # it grows on the way
+        try:
+            with calling(f"ending {some[0] if len(some) == 1 else f'{len(some)} machines'}", region):
                 ec2.terminate_instances(InstanceIds=some)
-            except ClientError as error:
-                if not is_absent(error) and code_of(error) not in _OF_ONE:
-                    raise
-                if len(some) > 1 and len(waiting) < _CALLS:
-                    waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
-                elif not is_absent(error):
-                    refused.append(error)
-        if refused:
-            raise refused[0]
+        except ProviderError as error:
+            cause = error.__cause__
+            if not isinstance(cause, ClientError) or not (is_absent(cause) or code_of(cause) in _OF_ONE):
+                raise
+            if len(some) > 1 and len(waiting) < _CALLS:
+                waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
+            elif not is_absent(cause):
+                if code_of(cause) == _PROTECTED:
+                    error.next_step = _UNPROTECT.format(id=some[0], region=region)
+                refused |= dict.fromkeys(some, error)
+    return refused
 
 
 # --- what machines leave behind ---------------------------------------------------------------------------------------
+
+
+def _cleared(account: Account, handle: Handle, shown: dict[str, Shown], ended: set[str], *, whole: bool) -> bool:
+    """Whether nothing is left of what these machines alone had, and of creates all whose machines are terminated; it is
+    asked to go. `whole`: of all creates of the fleet. Raises ProviderError."""
+    tokens = {handle.token, *(tags_of(resource).get(names.TOKEN, "") for resource in shown.values())} - {""}
+    if whole:
+        tokens |= _creates(account, handle, shown)
+    left = [resource for name, resource in shown.items() if not name.startswith("i-")]
+    left += _left_by(account, handle.region, tokens)
+    gone, refused = list[bool](), list[ProviderError]()
+    for resource in left:  # also what comes after one that EC2 does not let go
+        try:
+            gone.append(_discarded(account, handle.region, resource, ended))
+        except (PermissionDenied, InvalidRequest) as error:
+            refused.append(error)
+    if refused:
+        raise as_one(refused)
+    if not all(gone):
+        return False
+    reaper.disarm(account, handle.region, ended)
+    return _closed(account, handle.region, tokens)
 
 
 def release(account: Account, region: str, filters: list[dict[str, Any]]) -> bool:

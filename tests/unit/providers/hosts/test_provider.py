@@ -7,8 +7,11 @@ import time
 from typing import Any
 
 import pytest
+from fakes.clock import Clock
+from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import AuthError, InvalidRequest, ProviderError, Transient
+from mgpu import acquire
+from mgpu.errors import AuthError, InvalidRequest, ProviderError, TeardownIncomplete, Transient
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest, Handle, NodePhase
 from mgpu.providers.hosts import provider as module
@@ -78,6 +81,37 @@ def test_each_of_several_hosts_without_their_python_is_named_before_it_is_given_
     with pytest.raises(InvalidRequest, match="gpu0"):  # which is not given up
         provider.destroy(handle)
     assert provider.destroy(handle, nodes[1:])
+
+
+def test_hosts_that_refuse_are_told_together_and_when_the_others_have_ended(monkeypatch, xdg):
+    """A host that is silent for a moment, or whose programs take their time, holds the run until it is asked again."""
+    answers: dict[str, list[Any]] = {
+        "gpu0": [AuthError("host gpu0 shows another key", "", "Look at it.")],
+        "gpu1": [Transient("host gpu1 does not answer"), {"gone": True}],
+        "gpu2": [{"gone": False}, {"gone": False}, {"gone": True}],
+        "gpu3": [InvalidRequest("host gpu3 cannot do it", "no docker")],
+    }
+
+    def ask(_: Client, host: Host, *__: object, **___: object) -> dict[str, Any]:
+        left = answers[host.address]
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, ProviderError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Client, "ask", ask)
+    nodes = tuple(f"gpu{rank}/0f0f0f0f0f-{rank}.{int(time.time() + 3600)}" for rank in range(4))
+    handle = Handle(provider="hosts", region=REGION, fleet="f", generation=1, token="0f" * 20, ids=nodes, made_at=0)
+    provider, clock = HostsProvider({"addresses": "gpu0,gpu1,gpu2,gpu3"}), Clock()
+    with pytest.raises(TeardownIncomplete) as told:
+        acquire.destroy(provider, handle, timeouts=Timeouts(), clock=clock, sleep=clock.sleep)
+    assert [len(left) for left in answers.values()] == [1] * 4, "all were asked until they were free, or refused"
+    assert told.value.why.splitlines()[:2] == ["host gpu0 shows another key", "host gpu3 cannot do it: no docker"]
+    assert clock() < Timeouts().destroy_s
+    answers["gpu1"] = [Transient("host gpu1 does not answer")]
+    with pytest.raises(Transient, match="gpu1") as waits:
+        provider.destroy(handle)
+    assert "gpu0 shows another key" in waits.value.why
 
 
 def test_a_user_without_a_name_takes_hosts_by_its_number(monkeypatch):

@@ -165,6 +165,7 @@ def test_a_quota_that_was_changed_meanwhile_is_no_object_that_exists(monkeypatch
     monkeypatch.setattr(api, "_asked", asked)
     with pytest.raises(made) as caught:
         api.post("/jobs", {}, makes=True)
+    assert type(caught.value) is made
     assert message in str(caught.value)
     with pytest.raises(changed):
         api.patch("/jobs/mgpu-f0", {})
@@ -266,11 +267,14 @@ def test_a_renewed_log_in_reaches_a_process_that_runs(logged_in: list[int]):
     until(lambda: not lives(first))
 
 
-def test_a_renewed_log_in_holds_though_what_is_asked_for_first_is_not_there(logged_in: list[int]):
-    logged_in[:] = [401, 404]
+@pytest.mark.parametrize(("status", "word"), [(404, Missing), (409, Exists)])
+def test_a_renewed_log_in_holds_though_what_is_asked_for_first_is_refused(
+    logged_in: list[int], status: int, word: type[Exception]
+):
+    logged_in[:] = [401, status]
     first = cluster._proxies[Access()] = cluster._Proxy(Access())
     for _ in range(2):
-        with pytest.raises(Missing):
+        with pytest.raises(word):
             Cluster(Access()).get("/x")
     until(lambda: not lives(first))
 

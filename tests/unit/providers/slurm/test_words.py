@@ -318,6 +318,22 @@ def test_a_token_that_was_given_up_is_no_refusal_that_ends_a_search(monkeypatch,
     assert login_node.said('submit "$@"', "f0" * 20, "digest", files="") == ["conflict"]
 
 
+def test_a_job_that_slurm_does_not_cancel_keeps_no_other(monkeypatch, tmp_path):
+    """Nor does a folder that takes no file, as on a disk that is full."""
+    why = "scancel: error: Kill job error on job id 17: Access/permission denied"
+    denied = f'[ "$1" != 17 ] || {{ echo "{why}" >&2; exit 1; }}'
+    programs = {"squeue": "printf 'PENDING:17\\nRUNNING:18\\n'", "scancel": f'echo "$1" >>{tmp_path}/asked; {denied}'}
+    for name, program in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "work" / "gangs" / ("f0" * 20) / "given-back").mkdir(parents=True)
+    with pytest.raises(PermissionDenied, match="could not cancel a job") as caught:
+        Login(SlurmOptions(work_folder=str(tmp_path / "work"))).said('give_back "$@"', "f0" * 20, doing="cancel a job")
+    assert caught.value.why == why
+    assert (tmp_path / "asked").read_text().split() == ["17", "--signal=USR2", "18"]
+
+
 def test_nodes_get_no_secret_of_the_operators():
     given = {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m", "AWS_SECRET_ACCESS_KEY": "x", "SLURM_JOB_ID": "1"}
     assert login.passed_on(given) == {"HOME": "/h", "PATH": "/bin", "MODULEPATH": "/m"}
