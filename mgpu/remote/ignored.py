@@ -23,6 +23,7 @@ IGNORE_FILE = ".mgpuignore"
 GIT_FILE = ".gitignore"
 # `[[:digit:]_]`: git knows these, pathspec takes them for the signs that they are written with
 _BRACKET, _CLASS = re.compile(r"(?<!\\)\[[!^]?\]?(?:\[:[a-z]+:\]|[^]])*\]"), re.compile(r"\[:([a-z]+):\]")
+_SIGNS = "".join(map(chr, (*range(1, ord("/")), *range(ord("/") + 1, 128), *range(0xDC80, 0xDD00))))  # as `_bytes`
 _FOLDERS = re.compile(r"/\*\*/(?= *$)")
 # `a\/b` is `a/b`, and nothing without the names around it; `***/a` is `**/a`
 _SLASH, _STARS = re.compile(r"(?<=[^/\\])(?<!^!)((?:\\\\)*)\\/(?=[^/ ])"), re.compile(r"(?<![^/!])\*{3,}(?=/)")
@@ -99,7 +100,7 @@ class _Rules:
 
     def __init__(self, lines: Iterable[str]) -> None:
         """Raises ValueError: not a pattern."""
-        lines = [*lines]
+        lines = [*map(_plain, lines)]
         # `a/**/` is for folders in `a`, which pathspec takes for all in it
         self._files = GitIgnoreSpec.from_lines(_FOLDERS.sub("/*/", line) for line in lines)
         # who asks for `a/` hears of what is in a folder `a`: of the folder itself, as if that were a file
@@ -125,7 +126,16 @@ def _bytes(text: str) -> str:
 
 
 def _ranges(bracket: re.Match[str]) -> str:
-    return "[" + _CLASS.sub(lambda found: _CLASSES.get(found[1], found[0]), bracket[0][1:])
+    """A bracket with its classes spelled out. Of one with a `!`, which pathspec takes for a slash, too, all that it is
+    for."""
+    signs = _CLASS.sub(lambda found: _CLASSES.get(found[1], found[0]), bracket[0][1:-1])
+    if signs[:1] not in ("!", "^") or "/" in signs:
+        return f"[{signs}]"
+    try:
+        others = re.compile("[^" + signs[1:].replace("\\", "\\\\") + "]")
+    except re.error:
+        return bracket[0]  # not a pattern
+    return "[" + "".join(sorted(filter(others.match, _SIGNS), key=lambda sign: (sign != "]", sign == "-"))) + "]"
 
 
 def _of_anything(line: str) -> str:
@@ -142,7 +152,7 @@ def _git_rules(path: Path) -> _Rules | None:
 def _is_pattern(line: str) -> bool:
     """git passes over what it does not understand."""
     try:
-        GitIgnoreSpec.from_lines([line])
+        GitIgnoreSpec.from_lines([_plain(line)])
     except (ValueError, re.error):  # pathspec knows the first, `[z-a]` is the second
         return False
     return True
@@ -168,7 +178,7 @@ def _lines(path: Path, *none: type[OSError]) -> list[str]:
         raise InputError(f"{path} cannot be read", "It is UTF-16, of which git knows no pattern.", "Save it as UTF-8.")
     lines = text.removeprefix(BOM_UTF8).decode("ascii", "surrogateescape")  # as `_bytes`
     # `splitlines` ends lines at signs where git does not
-    return [_plain(line.removesuffix("\r")) for line in lines.split("\n")]
+    return [line.removesuffix("\r") for line in lines.split("\n")]
 
 
 def _plain(line: str) -> str:
