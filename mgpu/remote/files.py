@@ -70,13 +70,14 @@ class Files:
                 raise RemoteError(f"{self._name}: {path} is too large to be read into memory", "", "Fetch it.")
             return b"".join(_read_all(sftp, file, 0, size))
 
-    def read_from(self, path: str, offset: int, limit: int) -> bytes:
-        """Up to `limit` bytes from `offset` on; none when there are no new ones, or no such file."""
+    def read_from(self, path: str, offset: int, limit: int) -> bytes | None:
+        """Up to `limit` bytes from `offset` on; none when there are no new ones, or no such file. None: it ends before
+        that."""
         try:
             with self._session("read", path, self._timeouts.command_s) as sftp:
                 length = min(limit, (sftp.stat(path).st_size or 0) - offset)
                 if length <= 0:
-                    return b""
+                    return None if length < 0 else b""
                 with sftp.open(path, "rb") as file:
                     return b"".join(_read_all(sftp, file, offset, length))
         except FileNotFoundError:

@@ -10,7 +10,7 @@ at.
 from __future__ import annotations
 
 import re
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +23,10 @@ IGNORE_FILE = ".mgpuignore"
 GIT_FILE = ".gitignore"
 # `[[:digit:]_]`: git knows these, pathspec takes them for the signs that they are written with
 _BRACKET, _CLASS = re.compile(r"(?<!\\)\[[!^]?\]?(?:\[:[a-z]+:\]|[^]])*\]"), re.compile(r"\[:([a-z]+):\]")
+_SIGNS = "".join(map(chr, (*range(1, ord("/")), *range(ord("/") + 1, 128), *range(0xDC80, 0xDD00))))  # as `_bytes`
 _FOLDERS = re.compile(r"/\*\*/(?= *$)")
+# `a\/b` is `a/b`, and nothing without the names around it; `***/a` is `**/a`
+_SLASH, _STARS = re.compile(r"(?<=[^/\\])(?<!^!)((?:\\\\)*)\\/(?=[^/ ])"), re.compile(r"(?<![^/!])\*{3,}(?=/)")
 _CLASSES = {
     "alnum": "a-zA-Z0-9",
     "alpha": "a-zA-Z",
@@ -50,7 +53,7 @@ class Ignored:
             InputError: `.mgpuignore` cannot be read, or holds something else; a `.gitignore` cannot be read.
         """
         self._folder, self._files = folder.resolve(), files
-        self._never = _Rules(exclude)
+        self._never = _Rules(map(_bytes, exclude))
         self._git: list[tuple[str, str, _Rules]] = []  # what a path begins with, what to put before it, rules
         self._own = _own(folder / IGNORE_FILE) if files else None
         if files:
@@ -93,11 +96,11 @@ class Ignored:
 
 
 class _Rules:
-    """The patterns of one file; the last one that is for a path counts."""
+    """The patterns of one file, as `_bytes` makes them; the last one that is for a path counts."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         """Raises ValueError: not a pattern."""
-        lines = [*lines]
+        lines = [*map(_plain, lines)]
         # `a/**/` is for folders in `a`, which pathspec takes for all in it
         self._files = GitIgnoreSpec.from_lines(_FOLDERS.sub("/*/", line) for line in lines)
         # who asks for `a/` hears of what is in a folder `a`: of the folder itself, as if that were a file
@@ -105,20 +108,34 @@ class _Rules:
 
     def say(self, path: str) -> bool | None:
         """Whether a path is left out; a folder's ends with a slash. None: no pattern is for it."""
-        return self._spec(path).check_file(path.rstrip("/")).include
+        return self._spec(path).check_file(_bytes(path.rstrip("/"))).include
 
     def take_back(self, path: str) -> bool:
         """Whether a path is taken back, by a pattern that would not do so with any name, such as `.git`."""
         spec = self._spec(path)
-        found = spec.check_file(path.rstrip("/"))
+        found = spec.check_file(_bytes(path.rstrip("/")))
         return found.include is False and spec.patterns[found.index or 0].match_file(".git") is None
 
     def _spec(self, path: str) -> GitIgnoreSpec:
         return self._folders if path.endswith("/") else self._files
 
 
+def _bytes(text: str) -> str:
+    """A sign for each byte, for which a `?` stands in git, and whose ranges its brackets hold."""
+    return text.encode("utf-8", "surrogateescape").decode("ascii", "surrogateescape")
+
+
 def _ranges(bracket: re.Match[str]) -> str:
-    return "[" + _CLASS.sub(lambda found: _CLASSES.get(found[1], found[0]), bracket[0][1:])
+    """A bracket with its classes spelled out. Of one with a `!`, which pathspec takes for a slash, too, all that it is
+    for."""
+    signs = _CLASS.sub(lambda found: _CLASSES.get(found[1], found[0]), bracket[0][1:-1])
+    if signs[:1] not in ("!", "^") or "/" in signs:
+        return f"[{signs}]"
+    try:
+        others = re.compile("[^" + signs[1:].replace("\\", "\\\\") + "]")
+    except re.error:
+        return bracket[0]  # not a pattern
+    return "[" + "".join(sorted(filter(others.match, _SIGNS), key=lambda sign: (sign != "]", sign == "-"))) + "]"
 
 
 def _of_anything(line: str) -> str:
@@ -135,20 +152,22 @@ def _git_rules(path: Path) -> _Rules | None:
 def _is_pattern(line: str) -> bool:
     """git passes over what it does not understand."""
     try:
-        GitIgnoreSpec.from_lines([line])
+        GitIgnoreSpec.from_lines([_plain(line)])
     except (ValueError, re.error):  # pathspec knows the first, `[z-a]` is the second
         return False
     return True
 
 
 def _own(path: Path) -> _Rules:
-    try:
-        return _Rules(_lines(path))
-    except (ValueError, re.error) as error:
-        raise InputError(f"{path}: not a pattern", str(error), "Patterns are as in .gitignore.") from error
+    lines = _lines(path)
+    for number, line in enumerate(lines, 1):
+        if not _is_pattern(line):
+            text = line.encode("ascii", "surrogateescape").decode("utf-8", "backslashreplace")
+            raise InputError(f"{path}, line {number}: not a pattern", f"`{text}`", "Patterns are as in .gitignore.")
+    return _Rules(lines)
 
 
-def _lines(path: Path, *none: type[OSError]) -> Iterable[str]:
+def _lines(path: Path, *none: type[OSError]) -> list[str]:
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, *none):
@@ -157,6 +176,11 @@ def _lines(path: Path, *none: type[OSError]) -> Iterable[str]:
         raise InputError(f"{path} cannot be read", str(error)) from error
     if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise InputError(f"{path} cannot be read", "It is UTF-16, of which git knows no pattern.", "Save it as UTF-8.")
-    lines = text.decode("utf-8-sig", "surrogateescape")  # as names of files are decoded: git compares bytes
+    lines = text.removeprefix(BOM_UTF8).decode("ascii", "surrogateescape")  # as `_bytes`
     # `splitlines` ends lines at signs where git does not
-    return [_BRACKET.sub(_ranges, line.removesuffix("\r")) for line in lines.split("\n")]
+    return [line.removesuffix("\r") for line in lines.split("\n")]
+
+
+def _plain(line: str) -> str:
+    """A pattern without what pathspec reads otherwise than git."""
+    return _BRACKET.sub(_ranges, _STARS.sub("**", _SLASH.sub(r"\1/", line)))

@@ -103,8 +103,9 @@ class Node:
         """A whole file, 64 MiB at most. Raises FileNotFoundError."""
         return self._files.read(path)
 
-    def read_from(self, path: str, offset: int, limit: int) -> bytes:
-        """What a growing file has from `offset` on, `limit` bytes at most; none when nothing is new, or absent."""
+    def read_from(self, path: str, offset: int, limit: int) -> bytes | None:
+        """What a growing file has from `offset` on, `limit` bytes at most; none when nothing is new, or absent. None:
+        it ends before that."""
         return self._files.read_from(path, offset, limit)
 
     def exists(self, path: str) -> bool:

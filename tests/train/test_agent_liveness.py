@@ -167,14 +167,23 @@ def test_alone_nobody_else_is_waited_for():
     assert [now for now, hung in looks.items() if hung] == [QUIET_S + 1]
 
 
-def test_the_time_in_which_an_agent_alone_stood_still_is_nobodys_silence():
+@pytest.mark.parametrize(("limit_s", "pause_s"), [(QUIET_S, 9 * HOUR), (QUIET_S, 61), (60, 45), (30, 20), (15, 16)])
+def test_the_time_in_which_an_agent_alone_stood_still_is_nobodys_silence(limit_s, pause_s):
     """A machine was paused, or agent and ranks by SIGSTOP: they go on where they were."""
-    alive = Liveness(job(), 0)
-    for now in range(101):
+    alive, before = Liveness(job(times=Timeouts(first_step_s=limit_s)), 0), int(limit_s) // 2
+    for now in range(before + 1):
         assert not alive.judge(now).hung
-    woken = 100 + 9 * int(HOUR)
-    looks = {now: alive.judge(now).hung for now in range(woken, woken + int(QUIET_S))}
-    assert next(now for now, hung in looks.items() if hung) == woken + QUIET_S - 100 + 1
+    woken = before + int(pause_s)
+    looks = {now: alive.judge(now).hung for now in range(woken, woken + int(limit_s))}
+    assert next(now for now, hung in looks.items() if hung) == woken + limit_s - before + 1
+
+
+@pytest.mark.parametrize(("limit_s", "look_s"), [(QUIET_S, 60), (60, 30), (20, 14), (1, 14)])
+def test_an_agent_whose_looks_take_long_has_not_stood_still(limit_s, look_s):
+    """It asks ranks where they are, or its disk is slow."""
+    alive = Liveness(job(times=Timeouts(first_step_s=limit_s)), 0)
+    hung = next(now for now in range(0, 3 * int(QUIET_S), look_s) if alive.judge(now).hung)
+    assert hung - limit_s <= look_s
 
 
 def test_a_sign_that_was_seen_first_after_a_standstill_counts_from_then():

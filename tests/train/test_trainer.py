@@ -136,12 +136,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(out, 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "pipeline"])
 def test_a_signal_ends_a_validation_on_all_ranks_and_a_resume_makes_up_for_it(out, name, same_bits):
-    """A machine that goes in two minutes has none for the rest of a long one: the checkpoint comes first."""
-    parts = [f"{name}-left", f"{name}-left-on", f"{name}-left-on-on"]
+    """A machine that goes in two minutes has none for the rest of a long one: the checkpoint comes first. So it is with
+    the one that a resume owes, which the next one owes then."""
+    parts = [f"{name}-left{'-on' * resumes}" for resumes in range(5)]
+    ways = [(3, "stopped"), (3, "stopped"), (6, "stopped"), (6, "stopped"), (6, "done")]
     for rank in (0, 1):
         ends = [lines(out, part, "end", rank)[0] for part in parts]
-        assert [(end["step"], end["reason"]) for end in ends] == [(3, "stopped"), (6, "stopped"), (6, "done")]
-    assert [saved(out, part) for part in parts] == [["step-3"], ["step-6"], ["step-6"]]
+        assert [(end["step"], end["reason"]) for end in ends] == ways
+    assert [saved(out, part) for part in parts] == [[f"step-{step}"] for step, _ in ways]
     whole = lines(out, f"{name}-whole", "validation")
     told = [line for part in parts for line in lines(out, part, "validation")]
     assert [line["step"] for line in told] == [line["step"] for line in whole] == [0, 3, 6]

@@ -125,9 +125,10 @@ class Node:
             raise FileNotFoundError(path)
         return self.files[path]
 
-    def read_from(self, path: str, offset: int, limit: int) -> bytes:
+    def read_from(self, path: str, offset: int, limit: int) -> bytes | None:
         self._fail("read_from")
-        return self.files.get(path, b"")[offset : offset + limit]
+        shorter = path in self.files and len(self.files[path]) < offset
+        return None if shorter else self.files.get(path, b"")[offset : offset + limit]
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
         self._fail("write")

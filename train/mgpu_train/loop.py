@@ -168,7 +168,7 @@ class Trainer:
         """
         self._announce()
         if self._owes_validation():
-            self._validate()
+            self._validate(stoppable=self.progress.step > 0)  # without a step there is no checkpoint to be made
         self.pulse.enter("first_step")
         try:
             self._train()

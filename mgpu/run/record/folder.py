@@ -48,3 +48,18 @@ def of_instance(folder: Path, stem: str, suffix: str, instance: str) -> Path:
     mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
     same = [path for path in known if path.name.endswith(f".{mark}{suffix}")]
     return same[0] if same else folder / f"{stem}.{len(known):04d}.{mark}{suffix}"
+
+
+def newest_part(path: Path) -> Path:
+    """Of the copies of one file of an instance: the one that grows. Each time that the file is emptied on its node
+    there is another one, with a number of its own."""
+    stem, _, rest = path.name.split(".", 2)
+    return max(path.parent.glob(f"{stem}.*.{rest}"), default=path)
+
+
+def next_part(path: Path) -> Path:
+    """Where the copy goes on of a file that was emptied on its node since `path` was written."""
+    stem, _, rest = path.name.split(".", 2)
+    newest = newest_part(path)  # another supervisor may have begun it
+    known = len(list(path.parent.glob(f"{stem}.*{path.suffix}")))
+    return newest if newest != path else path.with_name(f"{stem}.{known:04d}.{rest}")

@@ -2,6 +2,8 @@
 
 <record>/logs/node-<rank>.<n>.<instance>.log     byte for byte what that instance wrote
 <record>/logs/node-<rank>.<n>.<instance>.times   when it had which size: `RunLayout.log_times`
+
+A log that was emptied on its node goes on in one with another <n>, of which no times are known.
 """
 
 from __future__ import annotations

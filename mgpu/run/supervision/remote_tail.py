@@ -1,6 +1,7 @@
 """Growing files of a node, copied here byte for byte, whoever copies them and however often the line breaks.
 
 But for the values of the run's secrets: what a program prints of them is as many asterisks here, on disk and screen.
+A file that is emptied on its node goes on in another copy here: what was in it before is kept.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu.remote.node import Node
+from mgpu.run.record.folder import newest_part, next_part
 
 PIECE = 1 << 20  # bytes in memory at a time
+COMPARED = 4 << 10  # bytes of a file's beginning by which it is known
 SHORTEST = 8  # characters of a secret; a shorter value would be met by chance
 
 
@@ -31,9 +34,9 @@ class RemoteTail:
         warn: Callable[[str], None],
         hidden: Sequence[bytes] = (),
     ) -> None:
-        """`tell` is given every new piece and its offset, `warn` why the copy cannot be written; `hidden` are values
-        that are not to be seen here."""
-        self._remote, self._local = remote, local
+        """`local`: by `of_instance`. `tell` is given every new piece and its offset, `warn` why the copy cannot be
+        written, and where it goes on; `hidden` are values that are not to be seen here."""
+        self._remote, self._local = remote, newest_part(local)
         self._tell, self._warn, self._hidden = tell, warn, hidden
         self._waits: tuple[int, int] | None = None  # for the rest of what may be a secret: from where, how many bytes
 
@@ -42,9 +45,15 @@ class RemoteTail:
 
         Raises RemoteError.
         """
-        offset = self._local.stat().st_size if self._local.exists() else 0
+        offset = self._size()
+        new = node.read_from(self._remote, offset, PIECE)
+        if new is None and self._emptied(node):
+            self._local, self._waits = next_part(self._local), None
+            self._warn(f"{self._remote} was emptied on the node: its copy goes on in {self._local}")
+            offset = self._size()
+            new = node.read_from(self._remote, offset, PIECE)
         waited = self._waits
-        while data := self._shown(offset, node.read_from(self._remote, offset, PIECE), waited):
+        while data := self._shown(offset, new or b"", waited):
             try:
                 _write_at(self._local, offset, data)
             except OSError as error:  # this machine's disk: no fault of the node
@@ -54,7 +63,19 @@ class RemoteTail:
             offset += len(data)
             if not go_on():
                 return False
+            new = node.read_from(self._remote, offset, PIECE)
         return True
+
+    def _size(self) -> int:
+        return self._local.stat().st_size if self._local.exists() else 0
+
+    def _emptied(self, node: Node) -> bool:
+        """Whether a file that ends before its copy begins otherwise: it may also have lost its end, on a machine that
+        crashed, or be seen as it was, in a folder that machines share."""
+        begin = node.read_from(self._remote, 0, COMPARED) or b""
+        with self._local.open("rb") as file:
+            known = file.read(len(begin))
+        return any(one != other and one != ord("*") for one, other in zip(known, begin, strict=False))
 
     def _shown(self, offset: int, data: bytes, waited: tuple[int, int] | None) -> bytes:
         """What of new bytes may be seen. The beginning of a secret waits for its rest, until the next look."""

@@ -84,6 +84,54 @@ def test_it_is_as_git_itself_says(folder):
 
 
 @pytest.mark.parametrize(
+    "rules",
+    [
+        *("?", "??", "?.u", "[é].u", "[!a].u", "[ö-ü].u", "é?", "a/?", "*é", "[[:alpha:]].u", "\\é", "?.u\n!é.u"),
+        *("a\\/b", "a\\\\\\/b", "a\\/", "\\/a", "!\\/a", "a\\//", "a\\/*", "a*\\/b", "*\n!a\\/\n!a\\/b"),
+        *("***/q", "a/***/q", "!***/q", "*/q\n!***/q", "a/****", "[b]***/q", "a/**q"),
+        *(
+            "a[!x]b",
+            "a[^x]b",
+            "a[!0-9]*",
+            "a[!]]b",
+            "a[!-x]b",
+            "a[![:digit:]]b",
+            "[!]",
+            "a[!é]b",
+            "*\n!*/\n!a[!a]*",
+        ),
+    ],
+)
+def test_letters_slashes_and_asterisks_are_gits(folder, rules):
+    """A `?` is for one byte, and é has two: git would add a file of that name."""
+    names = [
+        "a-b",
+        "a]b",
+        "axb",
+        "a1b",
+        "a_",
+        "a~b/a b/c",
+        "é",
+        "éa",
+        "é.u",
+        "ä.u",
+        "a.u",
+        "ab.u",
+        "日",
+        "a/é",
+        "a/b",
+        "a/d",
+        "a/c/q",
+        "a/xq",
+        "q",
+        "ac/q",
+        "bc/q",
+    ]
+    write(folder, **dict.fromkeys([*names, "a\\/b", "bc/d/q"], ""), **{".gitignore": rules})
+    assert set(scan(folder).entries) == added(folder)
+
+
+@pytest.mark.parametrize(
     "name",
     ["alnum", "alpha", "blank", "cntrl", "digit", "graph", "lower", "print", "punct", "space", "upper", "xdigit"],
 )
@@ -189,6 +237,7 @@ def test_a_line_ends_where_git_ends_it(folder, sign):
 
 
 def test_of_its_own_file_every_line_is_a_pattern(folder):
-    write(folder, **{".mgpuignore": "!\n"})
-    with pytest.raises(InputError, match="not a pattern"):
+    write(folder, **{".mgpuignore": "*.log\ngrö[!a]\\\n"})
+    with pytest.raises(InputError, match="line 2: not a pattern") as raised:
         scan(folder)
+    assert raised.value.why == "`grö[!a]\\`"

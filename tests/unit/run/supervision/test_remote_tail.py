@@ -25,18 +25,18 @@ class Remote:
         self.most = max(self.most, limit)
         if self.dice.random() < self.breaks:
             raise ConnectionFailed("cut")
-        return self.data[offset : offset + self.dice.randint(1, limit)]
+        return None if offset > len(self.data) else self.data[offset : offset + self.dice.randint(1, limit)]
 
 
 @pytest.fixture
 def here(tmp_path):
-    said, warned = [], []
-
     def copy(hidden=()):
         tell = lambda offset, data: said.append((offset, data))  # noqa: E731
-        return RemoteTail("log", tmp_path / "log", tell=tell, warn=warned.append, hidden=hidden)
+        return RemoteTail("log", file, tell=tell, warn=warned.append, hidden=hidden)
 
-    return SimpleNamespace(file=tmp_path / "log", copy=copy, said=said, warned=warned)
+    said, warned, file = [], [], tmp_path / "node-0.0000.ab.log"
+    parts = lambda: [(path.name, path.read_bytes()) for path in sorted(tmp_path.iterdir())]  # noqa: E731
+    return SimpleNamespace(file=file, copy=copy, said=said, warned=warned, parts=parts)
 
 
 def test_a_burst_over_a_line_that_breaks_arrives_whole_in_bounded_memory(here, monkeypatch):
@@ -100,6 +100,50 @@ def test_a_full_disk_here_is_told_and_what_is_missing_comes_later(here, monkeypa
 def test_nothing_to_copy_makes_no_file(here):
     assert here.copy().follow(Remote(), lambda: True)
     assert not here.file.exists()
+
+
+# --- a file that was emptied on its node ------------------------------------------------------------------------------
+
+FIRST, SECOND = ("node-0.0000.ab.log", b"step 1\nstep 2\n"), "node-0.0001.ab.log"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["it itself", "the next supervisor"])
+def test_what_comes_after_a_file_was_emptied_is_here_at_once_in_another_part(here, again):
+    remote, copy = Remote(FIRST[1]), here.copy()
+    assert copy.follow(remote, lambda: True)
+    for seen in (b"", b"st", b"step 3\n", b"step 3\nstep 4\n", b"step 3\nstep 4\nstep 5\n"):
+        remote.data = seen
+        copy = here.copy() if again else copy
+        for _ in range(2):
+            assert copy.follow(remote, lambda: True)
+        assert here.parts() == [FIRST, (SECOND, seen)] if len(seen) > 2 else [FIRST]
+    assert b"".join(data for offset, data in here.said) == FIRST[1] + remote.data
+    assert [text.partition(" goes on in ")[2] for text in here.warned] == [str(here.file.with_name(SECOND))]
+
+
+def test_a_file_that_is_emptied_twice_has_three_parts(here):
+    copy = here.copy()
+    for data in (b"one, and more\n", b"two, too\n", b"three\n"):
+        assert copy.follow(Remote(data), lambda: True)
+    assert [data for _, data in here.parts()] == [b"one, and more\n", b"two, too\n", b"three\n"]
+
+
+def test_a_supervisor_that_wakes_up_beside_another_one_begins_no_second_part(here):
+    stale, fresh = here.copy(), here.copy()
+    assert stale.follow(Remote(FIRST[1]), lambda: True)
+    assert fresh.follow(Remote(b"step 3\n"), lambda: True)
+    assert stale.follow(Remote(b"step 3\n4\n"), lambda: True)
+    assert here.parts() == [FIRST, (SECOND, b"step 3\n4\n")]
+
+
+def test_a_file_that_has_lost_its_end_goes_on_where_it_was(here):
+    """A machine that crashed has not written all; a login node may see an older state of a shared folder."""
+    secret, copy = SECRETS[0], here.copy(hidden=SECRETS)
+    whole = b"token " + secret + b"\nstep 1\nstep 2\n"
+    for size in (len(whole), 30, 9, 0, len(whole) + 7):
+        assert copy.follow(Remote((whole + b"step 3\n")[:size]), lambda: True)
+    assert here.parts() == [(FIRST[0], whole.replace(secret, b"*" * len(secret)) + b"step 3\n")]
+    assert here.warned == []
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------

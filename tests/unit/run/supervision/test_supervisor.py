@@ -23,6 +23,7 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.run.nodes import agent_client
 from mgpu.run.record import record, shared
 from mgpu.run.record.folder import Folder
+from mgpu.run.record.logs import NodeLog
 from mgpu.run.record.record import Interruption, Spent, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import remote_tail
@@ -203,6 +204,18 @@ def test_a_second_supervisor_goes_on_where_the_first_one_was_killed(watch):
     assert watch.done_at(4).run().succeeded
     assert watch.local_log(0) == b"first\nhalf a line\nthird\n"
     assert watch.shown(0) == b"ne\nthird\n", "what the first one showed is not shown again"
+
+
+def test_a_log_that_is_emptied_on_its_node_loses_nothing_here(watch):
+    node = watch.world.nodes[0]
+    node.prints(b"step 1, which is long\n")
+    watch.at(2, lambda: node.files.update({str(node.layout.log): b""})).at(3, lambda: node.prints(b"2\n"))
+    watch.at(5, lambda: node.prints(b"3\n"))
+    assert watch.done_at(6).run().succeeded
+    assert watch.local_log(0) == watch.shown(0) == b"step 1, which is long\n2\n3\n"
+    lines = b"".join(data for *_, data in NodeLog(Folder("run-1"), 0).new())
+    assert lines == watch.local_log(0)
+    assert len([event for event in watch.world.of(Warned) if "was emptied on the node" in str(event)]) == 1
 
 
 def test_a_replaced_instance_has_a_log_of_its_own(watch):

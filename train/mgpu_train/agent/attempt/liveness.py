@@ -15,7 +15,9 @@ from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
 
 ROUNDS = 3  # of words between the agents, before one that was not heard in time is taken for a silent one
-STILL_S = 60.0  # between two looks of an agent that runs: they are half a second apart, and one may take long
+# Between two looks of an agent that runs: they are half a second apart, and one may take long. To ask ranks where they
+# are takes 5 s; what nobody takes for a standstill costs no more than half of the time in which a sign is due.
+STILL_S, STILL_LEAST_S = 60.0, 15.0
 
 
 class Stage(StrEnum):
@@ -103,7 +105,8 @@ class Liveness:
         An agent that stood still itself, on a machine that was frozen or swapped, hears its peers first. Alone, it
         takes its program to have stood still as long.
         """
-        if self._job.nodes == 1 and (still_s := now - self._judged) > STILL_S:
+        most_s = min(STILL_S, max(STILL_LEAST_S, deadline_s(self.stage, self._times) / 2))
+        if self._job.nodes == 1 and (still_s := now - self._judged) > most_s:
             self._sign = min(now, self._sign + still_s)
         until, margin_s = max(self.until, peers.until), 0.0
         if self._job.nodes > 1:
