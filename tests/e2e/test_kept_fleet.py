@@ -62,6 +62,9 @@ def test_two_queued_runs_have_one_kept_fleet_after_each_other(project, keeper):
         assert (run["state"], run["teardown"], run["kept_by"]) == ("succeeded", "kept", keeper["run_id"]), run
         assert run["fleet"]["nodes"] == keeper["fleet"]["nodes"]
     assert len(bill.read(state_dir() / "local").nodes) == 1, "one machine was ever rented"
+    saved = [*(state_dir() / "local").rglob("runs/*/checkpoints")]
+    assert {path.parent.name for path in saved} == {keeper["run_id"], first, second}
+    assert [each for path in saved for each in path.iterdir()] == [], "the store has them"
     costs = json.loads(project.mgpu("costs", "--by", "run", "--json").stdout)
     hours = {each["key"]: each["hours"] for each in costs["rows"]}
     (node,) = bill.read(state_dir() / "local").alive
