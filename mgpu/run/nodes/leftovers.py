@@ -40,7 +40,7 @@ def clear(session: Session, request: Request, nodes: NodeSet) -> None:
     try:
         nodes.each(
             lambda node: host_script.ask(
-                node, "leftovers.py", *argv, seconds=times.prepare_s, cures=_CURES, mute=_MUTE, stdin=given
+                node, "leftovers.py", *argv, seconds=times.outputs_s, cures=_CURES, mute=_MUTE, stdin=given
             )
         )
     except RemoteError as error:
