@@ -40,28 +40,28 @@ def image() -> None:
 def build(run_file: Path, as_json: bool) -> None:
     """Build what the `image:` of RUN_FILE says, with this machine's Docker engine. Pushes nothing.
 
-    No registry is asked but those of the base images.
+    No registry is asked but those of the base images. Of a sweep the images of all its runs are built.
     """
     from mgpu.image import cancellable
     from mgpu.run.job.images import cancelling
 
-    console = Console(as_json=as_json)
-    spec, site = _described(run_file, repository=_LOCAL)
-    with cancelling() as cancelled:
-        built = cancellable.build(spec, site, console.emit, cancelled)
-    console.done()
-    result = {
-        "name": str(built.wanted.name),
-        "tag": built.wanted.name.tag,
-        "id": built.id,
-        "inputs_hash": built.wanted.inputs_hash,
-    }
+    console, all_of_them = Console(as_json=as_json), list[dict[str, Any]]()
+    for spec, site in _of_all_runs(run_file, repository=_LOCAL):
+        with cancelling() as cancelled:
+            built = cancellable.build(spec, site, console.emit, cancelled)
+        console.done()
+        name = built.wanted.name
+        result = {"name": str(name), "tag": name.tag, "id": built.id, "inputs_hash": built.wanted.inputs_hash}
+        all_of_them.append(result)
+        if not as_json:
+            rows = [(key.replace("_", " "), value) for key, value in result.items() if key != "name"]
+            console.table(("image", str(name)), rows)
     if as_json:
         from mgpu.cli import results
 
-        console.result(results.Built.model_validate(result))
+        one = len(all_of_them) == 1
+        console.result(results.Built(**all_of_them[0]) if one else results.BuiltAll(images=all_of_them))
         return
-    console.table(("image", result.pop("name")), [(key.replace("_", " "), value) for key, value in result.items()])
     console.next(f"mgpu image push {run_file}    what nodes can run")
 
 
@@ -143,16 +143,23 @@ def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> Non
     """Show the digest, labels and layers of an image, and which drivers and GPUs it runs on.
 
     REFERENCE is repository:tag or repository@sha256:...; without one it is the image of the run file. The registry is
-    asked; the Docker engine only for what no registry has.
+    asked; the Docker engine only for what no registry has. Of a sweep the images of all its runs are shown.
     """
     console = Console(as_json=as_json)
     with console.waiting("asking the registry"):
-        shown = _named(reference, platform) if reference else _of_run_file(run_file)
+        shown = [_named(reference, platform)] if reference else _of_run_file(run_file)
     if as_json:
         from mgpu.cli import results
 
-        console.result(results.Inspected(**shown))
+        console.result(results.Inspected(**shown[0]) if len(shown) == 1 else results.InspectedAll(images=shown))
         return
+    for index, each in enumerate(shown):
+        if index:
+            console.text("")
+        _show(console, each)
+
+
+def _show(console: Console, shown: dict[str, Any]) -> None:
     console.table(("image", shown["reference"]), _rows(shown))
     console.text("")
     sizes = shown["pushed"]  # an engine does not tell them
@@ -160,21 +167,9 @@ def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> Non
     console.table(("layer", *(["size"] if sizes else [])), rows)
 
 
-def _described(run_file: Path, repository: str | None = None) -> tuple[ImageSpec, Site]:
-    """The image of a run file, and where it goes, of a sweep that of the first run; `repository`: unless the run file
-    says."""
-    from mgpu.spec.load import sweep
-
-    specs = [spec for _, spec in sweep(run_file)]
-    if any(each.image != specs[0].image for each in specs):
-        what = f"{run_file} is a sweep of {len(specs)} runs, whose images differ"
-        raise InputError(what, "", "`mgpu image push` builds and pushes what each needs.")
-    return _of_run(run_file, specs[0], repository)
-
-
-def _of_all_runs(run_file: Path) -> list[tuple[ImageSpec, Site]]:
+def _of_all_runs(run_file: Path, repository: str | None = None) -> list[tuple[ImageSpec, Site]]:
     """The images of all runs of a run file, and where they go; those that are the same, and go to the same place,
-    once."""
+    once. `repository`: unless the run file says."""
     from mgpu.spec.load import sweep
 
     found: list[tuple[ImageSpec, Site]] = []
@@ -183,7 +178,7 @@ def _of_all_runs(run_file: Path) -> list[tuple[ImageSpec, Site]]:
         if (whose := (spec.image, spec.providers, spec.options, spec.regions)) in asked:  # many providers ask a service
             continue
         asked.append(whose)
-        image, site = _of_run(run_file, spec)
+        image, site = _of_run(run_file, spec, repository)
         if not any((image, site.repository) == (other, there.repository) for other, there in found):
             found.append((image, site))
     return found
@@ -202,12 +197,15 @@ def _of_run(run_file: Path, spec: RunSpec, repository: str | None = None) -> tup
     return image, place.site(image, run_file.resolve().parent, provider_for(spec), spec.regions, os.environ)
 
 
-def _of_run_file(run_file: Path) -> dict[str, Any]:
+def _of_run_file(run_file: Path) -> list[dict[str, Any]]:
+    return [_of_spec(run_file, spec, site) for spec, site in _of_all_runs(run_file)]
+
+
+def _of_spec(run_file: Path, spec: ImageSpec, site: Site) -> dict[str, Any]:
     from mgpu.image import publish
     from mgpu.image.registry import registry
     from mgpu.image.registry.reference import Reference
 
-    spec, site = _described(run_file)
     found = publish.find(spec, site)
     if found is None:
         name = publish.wanted(spec, site).name

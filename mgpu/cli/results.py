@@ -458,6 +458,12 @@ class Built(Result):
     inputs_hash: str
 
 
+class BuiltAll(Result):
+    """`mgpu image build` of a sweep whose runs have several images."""
+
+    images: list[dict[str, Any]] = Field(description="what is said of one, of each")
+
+
 class Pushed(Result):
     """`mgpu image push` and `operator`."""
 
@@ -489,6 +495,12 @@ class Inspected(Result):
         description="the oldest `driver`, `compat_branches`, GPU `architectures` and `gpus`; null: no label says it"
     )
     layers: list[dict[str, Any]] = Field(description="`digest`, `bytes`")
+
+
+class InspectedAll(Result):
+    """`mgpu image inspect` of a sweep whose runs have several images, or one in several places."""
+
+    images: list[dict[str, Any]] = Field(description="what is said of one, of each")
 
 
 class Bases(Result):

@@ -15,6 +15,7 @@ import pytest
 from fakes import pyimage
 from fakes.engine import Engine, Registry, missing, running_registry
 
+from mgpu.paths import state_dir
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import every
 
@@ -127,6 +128,8 @@ def test_a_fleet_that_is_kept_is_left_without_a_container_and_runs_its_stacks_im
     place.write(f"{{reference: '{place.tag}'}}", more="teardown: keep\n")
     first = place.project.result(place.project.mgpu("launch", "--yes", "--json"))
     assert (first["state"], first["teardown"], place.containers()) == ("succeeded", "kept", [])
+    (saved,) = (state_dir() / "local").rglob("runs/*/checkpoints")
+    assert [*saved.iterdir()] == []
     asked = place.project.mgpu("check", "--on-node", first["run_id"], "--json")
     said = {line["subject"]: line for line in json.loads(asked.stdout)["checks"]}
     assert {line["status"] for line in said.values()} == {"ok"}, asked.stdout

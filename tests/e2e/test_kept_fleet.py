@@ -13,6 +13,7 @@ import pytest
 from mgpu.paths import state_dir
 from mgpu.providers.local import bill
 from mgpu.providers.local.procs import marked
+from mgpu.run.record.record import State, every
 
 
 @pytest.fixture
@@ -62,6 +63,9 @@ def test_two_queued_runs_have_one_kept_fleet_after_each_other(project, keeper):
         assert (run["state"], run["teardown"], run["kept_by"]) == ("succeeded", "kept", keeper["run_id"]), run
         assert run["fleet"]["nodes"] == keeper["fleet"]["nodes"]
     assert len(bill.read(state_dir() / "local").nodes) == 1, "one machine was ever rented"
+    saved = [*(state_dir() / "local").rglob("runs/*/checkpoints")]
+    assert {path.parent.name for path in saved} == {keeper["run_id"], first, second}
+    assert [each for path in saved for each in path.iterdir()] == [], "the store has them"
     costs = json.loads(project.mgpu("costs", "--by", "run", "--json").stdout)
     hours = {each["key"]: each["hours"] for each in costs["rows"]}
     (node,) = bill.read(state_dir() / "local").alive
@@ -69,6 +73,38 @@ def test_two_queued_runs_have_one_kept_fleet_after_each_other(project, keeper):
     assert sum(hours.values()) * 3600 < time.time() - node.start.at + 1, "each has paid for its own time"
     done = project.mgpu("down", second)
     assert (done.returncode, project.billed()) == (0, 0), done.stderr
+
+
+def test_a_run_that_was_stopped_leaves_no_copies_on_its_fleet_and_goes_on_there(project, tmp_path):
+    shared = tmp_path / "store"
+    shared.mkdir()
+    (shared / "tokens").write_text("one two")
+    data = f"data: [{{from: 'file://{shared}', to: data}}]\nteardown: keep\n"
+    project.write(["train.py", "1000", "0.1"], more=data)
+    going = project.start("launch", "--yes")
+    project.wait(lambda: any(each.checkpoint_step > 0 for each in every()))
+    (record,) = every()
+    run = record.run_id
+    stopped = project.mgpu("stop", run)
+    assert stopped.returncode == 0, stopped.stderr
+    going.communicate(timeout=60)
+    (home,) = (state_dir() / "local").rglob(f"runs/{run}")
+
+    def there():
+        names = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
+        return {name for name in names if name.startswith(("checkpoints/", "resume/", "work/data/"))}
+
+    assert there() == set()
+    assert (home / "work/train.py").exists()
+    (record,) = every()
+    assert record.state is State.STOPPED
+    project.write(["train.py", str(record.checkpoint_step + 5), "0.1"], more=data)
+    done = project.mgpu("run", "--stack", record.stack, "--resume", run, "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    assert project.result(done)["attempt"] == 2
+    assert "data: 1 file" in project.mgpu("logs", run).stdout
+    assert there() == set()
+    assert (project.mgpu("down", run).returncode, project.billed()) == (0, 0)
 
 
 def test_a_run_whose_kept_fleet_has_died_meanwhile_rents(project, keeper):

@@ -1142,7 +1142,7 @@ def test_data_of_which_nothing_is_written_down_is_kept_by_its_size(tmp_path, fet
     """It is the user's own, of an older version of mgpu, or the last file before a kill."""
     open_store(f"file://{tmp_path / 'there'}").put("b", b"hello")
     assert fetch() == ["b"]
-    told = tmp_path / "in" / data._FETCHED
+    told = tmp_path / "in" / data.FETCHED
     told.unlink() if left is None else told.write_bytes(left)
     assert fetch() == []
     (tmp_path / "in" / "b").write_bytes(b"longer than it")
@@ -1159,7 +1159,7 @@ def test_a_disk_without_room_for_the_data_is_told_before_anything_is_fetched(tmp
     store.put("b", b"hello!")
     with pytest.raises(AttemptFailed, match=r"data: 0\.0 GiB are to be fetched from .* free: .*`disk_gib`") as failed:
         fetch()
-    assert (failed.value.fault, names(tmp_path / "in")) == (Fault.USER, [data._FETCHED, "a"])
+    assert (failed.value.fault, names(tmp_path / "in")) == (Fault.USER, [data.FETCHED, "a"])
 
 
 def test_what_an_interrupted_attempt_had_begun_to_fetch_takes_no_room(tmp_path, fetch):
@@ -1204,7 +1204,7 @@ def test_a_late_fetcher_leaves_alone_what_others_read_by_now(tmp_path, monkeypat
     data.fetch_data(attempt_of(tmp_path), item)
     assert target.read_bytes() == b"hello"
     assert ([target.stat().st_ino] == before) == (there == "hello")
-    assert names(target.parent) == [data._FETCHED, "b"]
+    assert names(target.parent) == [data.FETCHED, "b"]
 
 
 def test_two_nodes_fetch_into_one_folder_at_once(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt_start import catch_up, start
 from mgpu.run.lifecycle.capacity_wait import paused
 from mgpu.run.lifecycle.post_mortem import stalled, vouched
-from mgpu.run.nodes import agent_client, code_upload, container_setup, outputs, python_setup
+from mgpu.run.nodes import agent_client, code_upload, container_setup, leftovers, outputs, python_setup
 from mgpu.run.record.record import State, known
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import damage, metrics
@@ -217,24 +217,29 @@ def watch(
             saving=Saving.of(request),
         )
         ended = supervisor.watch()
-    if not ended.left:
-        outputs.collect(session, request, nodes, ended.lost)
-        metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
-        if ended.damaged:
-            ended = damage.judge(session, fleet, nodes, ended, ends)
-        if not ended.succeeded:
-            catch_up(session, request)
-        borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says
-        kept = borrowed or request.spec.teardown == "keep"
-        if kept or not fleet.owner:
-            _leave_clean(session, nodes, fleet)
-        if session.record.slots:
-            # the copies are its own, and would fill the machines' disks one run after the other
-            code_upload.take_away(session, request, nodes, ended.lost)
-        if kept:
-            _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
+    if ended.left:
+        return ended
+    outputs.collect(session, request, nodes, ended.lost)
+    metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
+    if ended.damaged:
+        ended = damage.judge(session, fleet, nodes, ended, ends)
+    if not ended.succeeded:
+        catch_up(session, request)
+    borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says
+    kept = borrowed or request.spec.teardown == "keep"
+    stays = kept or not fleet.owner
+    there = NodeSet(node for node in nodes.nodes if node.target.rank not in ended.lost)
+    if stays:
+        _leave_clean(session, nodes, fleet)
+    if session.record.slots:
+        # the copies are its own, and would fill the machines' disks one run after the other
+        code_upload.take_away(session, request, nodes, ended.lost)
+    if kept:
+        _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
-        return _judge(session, request.checkpoint, ended)
+        ended = _judge(session, request.checkpoint, ended)
+    if stays and (ended.succeeded or ended.stopped_by):  # a failed one's is for who looks for the cause
+        leftovers.clear(session, request, there)
     return ended
 
 

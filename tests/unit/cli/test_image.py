@@ -22,7 +22,6 @@ from waiting import until
 from mgpu.bars import Layers
 from mgpu.cli import image as cli_image
 from mgpu.console import Console
-from mgpu.errors import InputError
 from mgpu.events import ImageStep, LayerPushed
 from mgpu.image import compat, place, publish
 from mgpu.image.build import shipped
@@ -349,19 +348,30 @@ class Owner:
         self.asked.append(registry)
 
 
-def test_the_image_of_a_sweep_is_that_of_all_its_runs(tmp_path):
-    run_file = tmp_path / "mgpu.yaml"
-    image, runs = {"repository": "r.io/a"}, {"matrix": {"train.seed": [1, 2]}}
-    want(tmp_path, **image)
-    alone = run_file.read_text()
-    run_file.write_text(json.dumps(json.loads(alone) | runs))
-    assert cli_image._described(run_file)[0].repository == "r.io/a"
-    run_file.write_text(json.dumps(json.loads(alone) | {"matrix": {"image.args.EXTRAS": ["hf", "timm"]}}))
-    with pytest.raises(InputError, match="a sweep of 2 runs, whose images differ"):
-        cli_image._described(run_file)
+def test_of_a_sweep_whose_images_differ_all_are_built_and_shown(mgpu, at, engine):
+    alone = json.loads((at / "mgpu.yaml").read_text())
+    (at / "docker" / "Dockerfile").write_text(f"ARG FLAVOUR\n{DOCKERFILE}ARG FLAVOUR\nLABEL flavour=$FLAVOUR\n")
+    two = {"matrix": {"image.args.FLAVOUR": ["hf", "timm"], "train.seed": [1, 2]}}
+    (at / "mgpu.yaml").write_text(json.dumps(alone | two))
+    done = mgpu("image", "build", "--json")
+    assert done.code == 0, done.err
+    names = [each["name"] for each in done.json["images"]]
+    flavours = [engine.docker("inspect", "--format", "{{.Config.Labels.flavour}}", name).stdout for name in names]
+    assert [each.strip() for each in flavours] == ["hf", "timm"]
+    assert [name for name in names if name in mgpu("image", "build").out] == names
+    shown = mgpu("image", "inspect", "--json").json["images"]
+    assert [(each["reference"], each["pushed"]) for each in shown] == [(name, False) for name in names]
+    table = mgpu("image", "inspect").out
+    assert [name for name in names if name in table] == names
 
 
-def test_push_of_a_sweep_pushes_to_each_place_of_its_runs_once(mgpu, at, monkeypatch):
+def test_of_a_sweep_whose_image_is_one_it_is_built_once(mgpu, at):
+    alone = json.loads((at / "mgpu.yaml").read_text())
+    (at / "mgpu.yaml").write_text(json.dumps(alone | {"matrix": {"train.seed": [1, 2]}}))
+    assert mgpu("image", "build", "--json").json["name"].startswith(repository(at))
+
+
+def test_push_and_inspect_of_a_sweep_take_each_place_of_its_runs_once(mgpu, at, monkeypatch):
     named = json.loads((at / "mgpu.yaml").read_text())
     home = named["image"].pop("repository")
     sweep = {"matrix": {"regions": ["r1", "r2"], "train.seed": [1, 2]}}
@@ -376,6 +386,8 @@ def test_push_of_a_sweep_pushes_to_each_place_of_its_runs_once(mgpu, at, monkeyp
     there = [each["reference"] for each in first.json["images"]]
     assert [name.partition("@")[0] for name in there] == [f"{home}/r1", f"{home}/r2"]
     no_engine(monkeypatch, at)
+    shown = mgpu("image", "inspect", "--json")
+    assert [each["reference"] for each in shown.json["images"]] == there, shown.err
     assert mgpu("image", "push").out.splitlines() == there
 
 

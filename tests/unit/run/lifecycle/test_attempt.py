@@ -307,6 +307,89 @@ def test_a_node_that_is_stuck_holds_up_no_end_and_what_it_keeps_is_told(run, cod
     assert run.record.lease_until, "the fleet is kept all the same"
 
 
+@pytest.fixture
+def cleared(run):
+    """What each node is told of what the store has, at the end of the run on a fleet that stays."""
+    run.record.kept_by = "another"
+    return lambda: [node.cleared for node in run.world.nodes]
+
+
+def told(**stored):
+    return [[("run-1", "1", stored)]] * 2
+
+
+def test_machines_that_stay_are_told_which_checkpoints_of_a_run_that_is_over_the_store_has(run, cleared):
+    assert run.conduct().succeeded
+    assert cleared() == told(steps=[10], whole=True)
+
+
+@pytest.mark.parametrize("damaged", ["it is missing", "a node has read it"], indirect=True)
+def test_a_checkpoint_that_is_damaged_in_the_store_is_not_taken_from_machines_that_stay(run, damaged, cleared):
+    """They may have the only good copy."""
+    run.record.state = State.RUNNING
+    for node in run.world.nodes:
+        node.cleared.clear()
+    Folder("run-1").stop.touch()
+    assert run.watch_again().stopped_by == "user"
+    assert cleared() == told(steps=[10], whole=True)
+
+
+def test_a_checkpoint_that_was_given_up_is_taken_from_machines_that_stay_if_another_is_whole(run, tmp_path, cleared):
+    def two(node, job):
+        if not job.node_rank:
+            log, known = CommitLog(open_store(run.request.checkpoint.to), "run-1"), {"attempt": 1, "writer": job.writer}
+            for step in (4, 10):
+                run.world.commit(run.request.checkpoint.to, "run-1", step=step, **known)
+            log.give_up(["a001-step-4"], job.writer)
+        node.says(Phase.DONE, attempt=1)
+
+    run.world.program = two
+    assert run.conduct().succeeded
+    assert cleared() == told(steps=[10, 4], whole=True)
+
+
+def test_of_an_older_attempt_nothing_is_taken_but_what_its_checkpoint_was_resumed_into(run, cleared):
+    """A later one may have made the same step anew, and not committed it."""
+    assert run.conduct().succeeded
+    run.world.program = run.world.train_on
+    run.record.state = State.REPAIRING
+    Folder("run-1").stop.touch()
+    run.record.attempt = 2
+    for node in run.world.nodes:
+        node.cleared.clear()
+        node.says(Phase.TRAINING, attempt=2)
+    run.record.state = State.RUNNING
+    assert watch_again(run.session, run.fleet, run.world.cloud, run.request).stopped_by == "user"
+    assert cleared() == [[("run-1", "2", {"steps": [], "whole": True})]] * 2
+
+
+def test_where_the_store_does_not_answer_no_checkpoint_is_taken_from_machines_that_stay(run, monkeypatch, cleared):
+    assert run.conduct().succeeded
+    Away(monkeypatch, 9, Unavailable("503"))
+    for node in run.world.nodes:
+        node.cleared.clear()
+    Folder("run-1").stop.touch()
+    assert run.watch_again().stopped_by == "user"
+    assert cleared() == told(steps=[], whole=False)
+    assert [each for each in run.world.of(Warned) if "503" in each.text and "left on the fleet" in each.text]
+
+
+@pytest.mark.parametrize("why", ["it has failed", "its machines go"])
+def test_a_run_that_has_failed_or_whose_machines_go_clears_nothing(run, cleared, why):
+    if why == "it has failed":
+        run.world.program = lambda node, job: node.says(Phase.FAILED, attempt=1, fault=Fault.USER, reason="exit code 1")
+    else:
+        run.record.kept_by = None
+    assert run.conduct().succeeded == (why != "it has failed")
+    assert cleared() == [[], []]
+
+
+def test_a_machine_that_cannot_clear_up_ends_no_run(run, cleared):
+    run.world.nodes[1].faults["leftovers"] = [CommandFailed("no room", status=1)]
+    assert run.conduct().succeeded
+    assert [each.text for each in run.world.of(Warned)] == ["what the run leaves behind is still on the fleet: no room"]
+
+
 def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):
     run.world.program = run.world.train_on
     run.world.nodes[1].reachable = False

@@ -19,6 +19,7 @@ from threading import Lock
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.host.layout import FETCHED
 from mgpu_train.agent.phases.folders import inside
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.status.words import count
@@ -27,7 +28,6 @@ from mgpu_train.store import NoStore, NotFound, StoreError, disk, open_store
 from mgpu_train.store.base import ASIDE, Stat, Store, key_problem
 
 _AT_ONCE = 8  # transfers
-_FETCHED = ".mgpu-fetched.jsonl"  # in the folder: which version of each object is there
 
 
 def fetch_data(attempt: Attempt, item: DataItem) -> None:
@@ -72,7 +72,7 @@ class _Fetched:
         self.folder, self._lock = folder, Lock()
         self._versions: dict[str, str] = {}  # by key
         try:
-            lines = (folder / _FETCHED).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (folder / FETCHED).read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return
         for line in lines:
@@ -90,7 +90,7 @@ class _Fetched:
 
     def add(self, stat: Stat) -> None:
         """It is."""
-        with self._lock, (self.folder / _FETCHED).open("a", encoding="utf-8") as file:
+        with self._lock, (self.folder / FETCHED).open("a", encoding="utf-8") as file:
             file.write(f"\n{json.dumps([stat.key, stat.version])}\n")  # the line before may be cut off
 
 
