@@ -16,6 +16,7 @@ import gc
 import hashlib
 import importlib
 import json
+import marshal
 import os
 import runpy
 import select
@@ -205,7 +206,7 @@ def _answer(client: socket.socket, own: Sequence[socket.socket], children: dict[
     if pid == 0:
         for each in own:
             each.close()
-        _become(json.loads(said), fds)
+        _become(marshal.loads(said), fds)  # noqa: S302 - of this run
     children[os.pidfd_open(pid)] = pid, fds.pop()
     for fd in fds:
         os.close(fd)
