@@ -16,6 +16,7 @@ import gc
 import hashlib
 import importlib
 import json
+import marshal
 import os
 import runpy
 import select
@@ -211,7 +212,7 @@ def _answer(client: socket.socket, own: Sequence[socket.socket], children: dict[
     if pid == 0:
         for each in own:
             each.close()
-        _become(json.loads(said), fds)
+        _become(marshal.loads(said), fds)  # noqa: S302 - of this run
     children[os.pidfd_open(pid)] = pid, fds.pop()
     for fd in fds:
         os.close(fd)
@@ -264,13 +265,17 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def _show(arguments: Sequence[str], environment: Sequence[str]) -> None:
-    """Has /proc show these for this process, where the server's were: it reads them from the process's memory."""
+    """Has /proc show these for this process, where the server's were: it reads them from the process's memory.
+
+    The rest of the room is one word without a name: as many empty ones take who looks through all processes longer
+    than all else there is in /proc.
+    """
     bounds = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])  # proc(5): 48 to 51
     for words, begins, ends in zip((arguments, environment), bounds, bounds, strict=True):
         shown = b"".join(os.fsencode(word) + b"\0" for word in words)
-        if len(shown) > ends - begins:
+        if len(shown) >= ends - begins:
             raise ValueError(f"{len(shown)} bytes of arguments or environment are more than there is room for")
-        ctypes.memmove(begins, shown.ljust(ends - begins, b"\0"), ends - begins)
+        ctypes.memmove(begins, shown.ljust(ends - begins - 1) + b"\0", ends - begins)
 
 
 def _stand_behind(pid: int) -> None:

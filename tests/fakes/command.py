@@ -23,16 +23,12 @@ secrets: [TOKEN]
 
 FORKS = Forks(
     *("mgpu.__main__", "mgpu.cli.launch", "mgpu.cli.reconcile", "mgpu.cli.results", "mgpu.schedule.reconcile"),
-    *("mgpu.run.lifecycle.launch", "mgpu.run.lifecycle.attach", "mgpu.run.view", "mgpu.spec.load"),
-    *(
-        "mgpu.providers.local.provider",
-        "mgpu.providers.aws.provider",
-        "mgpu_train.store.disk",
-        "mgpu_train.store.s3",
-        "boto3",
-        "rich.table",
-    ),
-    "fakes.pulumi_programs",
+    *("mgpu.run.lifecycle.launch", "mgpu.run.lifecycle.attach", "mgpu.run.fleet.inventory", "mgpu.run.view"),
+    *("mgpu.backend.lease", "mgpu.spec.load"),
+    *(f"mgpu.providers.{name}.provider" for name in ("aws", "hosts", "kubernetes", "local", "slurm")),
+    *("mgpu_train.checkpoint.log.commit_log", "mgpu_train.checkpoint.newest", "mgpu_train.store.disk"),
+    *("boto3", "encodings.idna", "rich.console", "rich.table"),
+    *("fakes.pulumi_programs", "fakes.s3_models"),
 )
 
 

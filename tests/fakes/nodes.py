@@ -33,7 +33,7 @@ def metric(kind, **values):
         print(json.dumps({"kind": kind, "t": time.time(), **values}), file=file)
 """
 
-_AGENTS = Forks("mgpu_train.__main__", "mgpu_train.agent.start", "mgpu_train.agent.serve", "mgpu_train.store.s3")
+_AGENTS = Forks("mgpu_train.__main__", "mgpu_train.agent.start", "mgpu_train.agent.serve", "fakes.s3_models")
 
 
 class Node:

@@ -14,7 +14,7 @@ import forks
 from mgpu.iac import environment
 
 for _name in (
-    *("pulumi", "pulumi.runtime", "argparse", "asyncio", "mgpu.iac.resources"),
+    *("pulumi", "pulumi.runtime", "grpc._channel", "grpc._server", "argparse", "asyncio", "mgpu.iac.resources"),
     *("mgpu.iac.plugin", "mgpu.iac.types.fleet", "mgpu.iac.types.guard", "mgpu.iac.types.ssh_key"),
 ):
     importlib.import_module(_name)
