@@ -14,7 +14,8 @@ from typing import Any
 
 from forks import Forks
 
-_FORKS = Forks("collected", "torch._dynamo", "torch.distributed.checkpoint", "transformers", "mgpu_train.tasks.hf")
+# the tests come last: what writes logs keeps the stream that it was imported with, and pytest closes those of a reading
+_FORKS = Forks("torch._dynamo", "torch.distributed.checkpoint", "transformers", "mgpu_train.tasks.hf", "collected")
 _WORKER = "worker"
 
 

@@ -140,7 +140,7 @@ def _ranges(bracket: re.Match[str]) -> str:
 
 def _of_anything(line: str) -> str:
     """A pattern for folders alone, as one for all."""
-    found = re.fullmatch(r"(.+)/ *", line)
+    found = re.fullmatch(r"(.+)/ *", line, re.DOTALL)  # a bracket may hold a line's end
     return found[1] if found and _is_pattern(found[1]) else line
 
 

@@ -152,6 +152,15 @@ def test_last_words(tmp_path, text, words):
     assert last_words(tail(log, begin)) == words
 
 
+def test_last_words_are_found_in_a_log_that_was_emptied_meanwhile(tmp_path):
+    log = Log(tmp_path / "log")
+    os.write(log.fd, b"OldError: of another attempt, which was longer\n")
+    begin = log.size
+    os.truncate(log.path, 0)
+    os.write(log.fd, b"step 1\nValueError: bad shape\n")
+    assert last_words(tail(log, begin)) == "ValueError: bad shape"
+
+
 def test_last_words_of_a_gigantic_line_of_garbage_are_short(tmp_path):
     log = Log(tmp_path / "log")
     os.write(log.fd, b"\xff\x1b[2J" * 100_000)

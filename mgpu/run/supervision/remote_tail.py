@@ -39,6 +39,7 @@ class RemoteTail:
         self._remote, self._local = remote, newest_part(local)
         self._tell, self._warn, self._hidden = tell, warn, hidden
         self._waits: tuple[int, int] | None = None  # for the rest of what may be a secret: from where, how many bytes
+        self._compared = False  # with what was here before this one: nobody may have looked for long
 
     def follow(self, node: Node, go_on: Callable[[], bool]) -> bool:
         """Takes what is new, piece by piece; True: all of it. `go_on` says after each piece whether there is time.
@@ -47,12 +48,12 @@ class RemoteTail:
         """
         offset = self._size()
         new = node.read_from(self._remote, offset, PIECE)
-        if new is None and self._emptied(node):
+        if offset and (new is None or not self._compared) and self._emptied(node):
             self._local, self._waits = next_part(self._local), None
             self._warn(f"{self._remote} was emptied on the node: its copy goes on in {self._local}")
             offset = self._size()
             new = node.read_from(self._remote, offset, PIECE)
-        waited = self._waits
+        self._compared, waited = True, self._waits
         while data := self._shown(offset, new or b"", waited):
             try:
                 _write_at(self._local, offset, data)
@@ -70,8 +71,8 @@ class RemoteTail:
         return self._local.stat().st_size if self._local.exists() else 0
 
     def _emptied(self, node: Node) -> bool:
-        """Whether a file that ends before its copy begins otherwise: it may also have lost its end, on a machine that
-        crashed, or be seen as it was, in a folder that machines share."""
+        """Whether a file begins otherwise than its copy. One that is shorter may also have lost its end, on a machine
+        that crashed, or be seen as it was, in a folder that machines share."""
         begin = node.read_from(self._remote, 0, COMPARED) or b""
         with self._local.open("rb") as file:
             known = file.read(len(begin))

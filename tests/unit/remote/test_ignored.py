@@ -99,6 +99,8 @@ def test_it_is_as_git_itself_says(folder):
             "[!]",
             "a[!é]b",
             "*\n!*/\n!a[!a]*",
+            "[!a]*/\n!q",
+            "*\n![!a]*/\n!q",
         ),
     ],
 )

@@ -189,8 +189,9 @@ def test_ranks_that_hang_say_where_each_of_them_stands(tmp_path: Path, monkeypat
 
 def test_a_run_of_many_workers_has_one_server_and_leaves_nothing(tmp_path: Path):
     (tmp_path / "conftest.py").write_text("import workers\ndef pytest_xdist_setupnodes(specs): workers.fork(specs)\n")
-    test = "import pytest, sys\n@pytest.mark.parametrize('n', range(8))\n"
-    test += "def test_it(n, worker_id): assert worker_id != 'master' and 'torch' in sys.modules\n"
+    test = "import logging, pytest, sys\n@pytest.mark.parametrize('n', range(8))\n"
+    test += "def test_it(n, worker_id):\n    assert worker_id != 'master' and 'torch' in sys.modules\n"
+    test += "    assert logging.getLogger('transformers').handlers[0].stream.fileno() == 2\n"
     (tmp_path / "test_it.py").write_text(test)
     env = {**os.environ, "MGPU_TESTS_FORKS": str(tmp_path), "PYTHONPATH": str(Path(forks.__file__).parent)}
     run = [sys.executable, "-m", "pytest", "-q", "-n2", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")]

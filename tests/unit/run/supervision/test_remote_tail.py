@@ -121,6 +121,15 @@ def test_what_comes_after_a_file_was_emptied_is_here_at_once_in_another_part(her
     assert [text.partition(" goes on in ")[2] for text in here.warned] == [str(here.file.with_name(SECOND))]
 
 
+def test_a_file_that_was_emptied_and_is_long_again_before_anybody_looks_is_here_whole(here):
+    """A run that was left for a night."""
+    assert here.copy().follow(Remote(FIRST[1]), lambda: True)
+    copy, second = here.copy(), b"step 8\nstep 9\nstep 10\n"
+    for seen in (second, second + b"step 11\n"):
+        assert copy.follow(Remote(seen), lambda: True)
+        assert here.parts() == [FIRST, (SECOND, seen)]
+
+
 def test_a_file_that_is_emptied_twice_has_three_parts(here):
     copy = here.copy()
     for data in (b"one, and more\n", b"two, too\n", b"three\n"):

@@ -79,8 +79,10 @@ def hide(text: str, secrets: Iterable[str]) -> str:
 
 
 def tail(log: Log, begin: int) -> tuple[str, ...]:
-    """The lines of the launcher at the end of the log, since `begin`, without torchrun's and the agent's own."""
-    begin = max(begin, log.size - _WINDOW)
+    """The lines of the launcher at the end of the log, since `begin`, without torchrun's and the agent's own. Of a log
+    that is shorter, which somebody has emptied since, all of it is."""
+    size = log.size
+    begin = max(begin if begin <= size else 0, size - _WINDOW)
     lines = os.pread(log.fd, _WINDOW, begin).decode(errors="replace").splitlines()
     lines = [_OF_TORCHRUN.sub("", line) for line in lines if not line.startswith(PREFIX)]
     return tuple(line for line in lines if any(map(str.isalnum, line)))
