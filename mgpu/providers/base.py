@@ -18,7 +18,7 @@ from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
-_TOLD = 8  # errors that one speaks for
+_TOLD = 8  # errors, beside itself, that one speaks for
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _AGE = {"stock", "fetched_at", "most_usd_per_hour"}  # what differs between two looks at one offer
@@ -534,7 +534,8 @@ def as_one(failed: Sequence[ProviderError]) -> ProviderError:
     lines = list(dict.fromkeys(": ".join(filter(None, (error.what, error.why))) for error in others))
     more = [f"and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else []
     first.why = "\n".join(filter(None, (first.why, *lines[:_TOLD], *more)))
-    first.next_step = " ".join(dict.fromkeys(filter(None, (error.next_step for error in (first, *others)))))
+    steps = list(dict.fromkeys(filter(None, (error.next_step for error in (first, *others)))))
+    first.next_step = " ".join(steps[: _TOLD + 1])
     return first
 
 

@@ -11,11 +11,12 @@ from fakes.fleets import HERE, rent, schedules, templates
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.errors import PermissionDenied, ProviderError, RateLimited, TeardownIncomplete, Transient
+from mgpu.errors import InvalidRequest, PermissionDenied, ProviderError, RateLimited, TeardownIncomplete, Transient
 from mgpu.providers.aws import names
 from mgpu.providers.aws.instances import reaper, teardown
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
+from mgpu.providers.base import NodePhase
 
 UNKNOWN = "i-0123456789abcdef0"
 
@@ -217,8 +218,33 @@ def test_a_protected_machine_is_told_while_the_others_are_on_their_way_out(aws, 
     for _ in range(2):
         with pytest.raises(Transient, match=fleet.ids[1]) as told:  # call again
             teardown.destroy(account, fleet.handle)
-        assert "OperationNotPermitted" in told.value.why
+        assert "OperationNotPermitted" in told.value.what, "whoever waits reads why"
+        assert f"--instance-id {fleet.ids[1]} " in told.value.next_step
     assert len(fleets.client(aws).describe_addresses()["Addresses"]) == 1
+
+
+def test_a_protected_machine_among_lost_ones_is_told_before_the_others_are_gone(aws, account):
+    """The rest of the fleet is paid for and idle meanwhile; its teardown, which follows, sees to what is left."""
+    fleet, clock = rent(aws, 4), Clock()
+    protect(aws, fleet.ids[1])
+    aws.pace(ending_s=1000)
+    provider, lost = AwsProvider(aws.options), fleet.ids[1:3]
+    with pytest.raises(TeardownIncomplete, match="OperationNotPermitted"):
+        acquire.destroy(
+            provider, fleet.handle, nodes=lost, unbilled=True, timeouts=Timeouts(), clock=clock, sleep=clock.sleep
+        )
+    assert clock() == 0
+    phases = [node.phase for node in provider.describe(fleet.handle).nodes]
+    assert phases == [NodePhase.RUNNING, NodePhase.RUNNING, NodePhase.ENDING, NodePhase.RUNNING]
+
+
+def test_many_protected_machines_have_one_cure(aws, account):
+    fleet = rent(aws, 12)
+    for machine in fleet.ids:
+        protect(aws, machine)
+    with pytest.raises(InvalidRequest, match=r"--instance-id ID\b") as told:
+        teardown.destroy(account, fleet.handle)
+    assert told.value.next_step.count("`mgpu down`") == 1
 
 
 def test_what_is_refused_for_all_is_not_asked_a_thousand_times(aws, account):

@@ -145,7 +145,8 @@ class HostsProvider(Provider):
         Raises:
             AuthError: one cannot be logged in to, before its hard cap.
             InvalidRequest: one has answered that it cannot do it: what runs there may go on.
-            Transient: the same, while others are silent, or end what runs there: call again.
+            Transient: the same, while others of the whole are silent, or end what runs there: call again. Of `nodes`
+                it is told at once: the others wait for their replacement.
         """
         request = {"verb": "end", "reason": "given back"}
         wanted = handle.ids if nodes is None else nodes
@@ -155,7 +156,7 @@ class HostsProvider(Provider):
         if mute := [answer for each, answer in refused if isinstance(answer, Mute) and _late(each)]:
             raise _for_the_last_time(mute)  # first: what else there is says so again
         if refused:
-            raise as_one([_not_yet(each, answer) for each, answer in stays])
+            raise as_one([_not_yet(each, answer) for each, answer in (stays if nodes is None else refused)])
         return not stays
 
     def _gone(self, each: str, answer: dict[str, Any] | ProviderError) -> bool:

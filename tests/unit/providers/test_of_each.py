@@ -43,3 +43,12 @@ def test_what_the_others_say_is_told_with_it_once():
         of_each([*parts, Transient("q", "no answer", "Ask again later."), parts[0]], ask)
     assert refused.value.why.splitlines() == ["no answer", *(f"p-{part}: forbidden" for part in range(8)), "and 4 more"]
     assert refused.value.next_step == "Ask again later. Ask for the right."
+
+
+def test_of_many_cures_as_many_are_told_as_of_errors():
+    def ask(part: int) -> None:
+        raise PermissionDenied(f"p-{part}", "forbidden", f"Free {part}.")
+
+    with pytest.raises(PermissionDenied) as refused:
+        of_each(range(40), ask)
+    assert refused.value.next_step == " ".join(f"Free {part}." for part in range(9))

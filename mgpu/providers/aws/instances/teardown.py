@@ -34,7 +34,7 @@ _LIVING = ("pending", "running", "shutting-down", "stopping", "stopped")
 _PROTECTED = "OperationNotPermitted"
 _OF_ONE = ("IncorrectInstanceState", _PROTECTED, "UnauthorizedOperation")
 _UNPROTECT = (
-    "Turn its termination protection off (`aws ec2 modify-instance-attribute --no-disable-api-termination "
+    "Turn termination protection off (`aws ec2 modify-instance-attribute --no-disable-api-termination "
     "--instance-id {id} --region {region}`), and run `mgpu down` again."
 )
 
@@ -46,8 +46,8 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
 
     Raises:
         PermissionDenied, InvalidRequest: a machine, address or disk that EC2 does not let go; nothing is left of other
-            machines, and all else was asked to go.
-        Transient: a machine that EC2 does not let go, while others are on their way out; call again.
+            machines, and all else was asked to go. Of `nodes` at once: the others of the fleet cost money meanwhile.
+        Transient: the same, while other machines of the whole are on their way out; call again.
         ProviderError: EC2 refused, or did not answer; call again.
     """
     asked = [name for name in (handle.ids if nodes is None else nodes) if name]
@@ -62,9 +62,8 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
     except (PermissionDenied, InvalidRequest) as error:
         refused.append(error)
     else:
-        if refused and not gone:
-            what = f"aws {handle.region}: {', '.join(staying)} cannot be ended; all else is on its way out"
-            refused.append(Transient(what))
+        if refused and not gone and nodes is None:
+            refused.append(Transient(f"{refused[0].what}; all else is on its way out"))
     if refused:
         raise as_one(refused)
     return gone
@@ -111,7 +110,7 @@ def _terminate(account: Account, region: str, ids: list[str]) -> dict[str, Provi
     from botocore.exceptions import ClientError
 
     ec2, waiting = account.client("ec2", region), list(listing.in_batches(ids, _BATCH))
-    refused = dict[str, ProviderError]()
+    refused, protected = dict[str, ProviderError](), list[str]()
     for some in waiting:  # it grows on the way
         try:
             with calling(f"ending {some[0] if len(some) == 1 else f'{len(some)} machines'}", region):
@@ -123,9 +122,10 @@ def _terminate(account: Account, region: str, ids: list[str]) -> dict[str, Provi
             if len(some) > 1 and len(waiting) < _CALLS:
                 waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
             elif not is_absent(cause):
-                if code_of(cause) == _PROTECTED:
-                    error.next_step = _UNPROTECT.format(id=some[0], region=region)
                 refused |= dict.fromkeys(some, error)
+                protected += some if code_of(cause) == _PROTECTED else ()
+    for name in protected:
+        refused[name].next_step = _UNPROTECT.format(id=name if len(protected) == 1 else "ID", region=region)
     return refused
 
 

@@ -112,6 +112,9 @@ def test_hosts_that_refuse_are_told_together_and_when_the_others_have_ended(monk
     with pytest.raises(Transient, match="gpu1") as waits:
         provider.destroy(handle)
     assert "gpu0 shows another key" in waits.value.why
+    with pytest.raises(AuthError) as part:  # of lost ones at once: the others wait for their replacement
+        provider.destroy(handle, nodes[:2])
+    assert "gpu1" not in str(part.value)
 
 
 def test_a_user_without_a_name_takes_hosts_by_its_number(monkeypatch):
