@@ -322,7 +322,7 @@ class Life:
         handles = [self.handle, self.handle.model_copy(update={"token": self.token})]
         end = time.monotonic() + _PATIENCE_S
         while handles:
-            handles = [handle for handle in handles if not self.provider.destroy(handle)]
+            handles = [handle for handle in handles if not insist(lambda handle=handle: self.provider.destroy(handle))]
             assert time.monotonic() < end
 
     def _leave(self) -> None:
