@@ -1,6 +1,6 @@
-"""What a run that has succeeded leaves on machines that stay, and nobody needs there: its checkpoints that the store has,
-what it went on from, what was fetched for it alone. All stays of a run that was stopped, for it may go on there, and of
-one that has failed, for who looks for the cause."""
+"""What a run that has succeeded leaves on machines that stay, and nobody needs there: its checkpoints that the store
+has, what it went on from, what was fetched for it alone. All stays of a run that was stopped, for it may go on there,
+and of one that has failed, for who looks for the cause."""
 
 from __future__ import annotations
 

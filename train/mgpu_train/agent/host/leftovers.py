@@ -1,10 +1,10 @@
 """What a run that has succeeded leaves on a machine that stays, and nobody needs there. This file is run there:
-`<python> -I leftovers.py RUN ATTEMPT SECONDS STEP:FILES:BYTES...`, with what the store has of this node's part of each of
-the attempt's checkpoints.
+`<python> -I leftovers.py RUN ATTEMPT SECONDS STEP:FILES:BYTES...`, with what the store has of this node's part of each
+of the attempt's checkpoints.
 
 Standard library only, Python 3.8 or newer. The log, the outputs and what the program has written beside its checkpoints
-stay. So does all that only this machine may have: a checkpoint that the caller does not name, or that has got more since
-it was stored; a fetched file that was changed.
+stay. So does all that only this machine may have: a checkpoint that the caller does not name, or that has got more
+since it was stored; a fetched file that was changed.
 
 A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
 """
