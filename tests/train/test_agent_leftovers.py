@@ -60,7 +60,13 @@ class Home:
 
     def clear(self, *steps, attempt=2, wait_s=0.0):
         return sorted(
-            leftovers.clear(self.folder, "r", attempt, [f"{step}:1:4" for step in steps], time.monotonic() + wait_s)
+            leftovers.clear(
+                self.folder,
+                "r",
+                attempt,
+                [step if isinstance(step, str) else f"{step}:1:4" for step in steps],
+                time.monotonic() + wait_s,
+            )
         )
 
     @property
@@ -101,6 +107,13 @@ def test_a_checkpoint_that_has_got_more_since_it_was_stored_stays(home, name):
     home.writes(f"checkpoints/step-8/{name}", "mine, and more")
     home.clear(4, 8)
     assert home.left == OWN | {"checkpoints/step-8/model", f"checkpoints/step-8/{name}"}
+
+
+def test_a_part_without_files_holds_up_nothing_where_it_is_no_more(home):
+    """Of a node that is asked again, say."""
+    Path(home.layout.checkpoints, "step-12").mkdir()
+    assert "checkpoints/step-12" in home.clear("12:0:0")
+    assert home.clear("12:0:0", "4:1:4") == ["checkpoints/step-4"]
 
 
 def test_once_another_attempt_has_begun_nothing_is_touched(home):

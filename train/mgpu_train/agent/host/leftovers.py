@@ -47,7 +47,7 @@ def clear(home: Path, run_id: str, attempt: int, parts: List[str], until: float)
         gone = [each for each in [Path(layout.resume)] if each.is_dir() and not each.is_symlink()]
         for step, files, size in (map(int, part.split(":")) for part in parts):
             folder = Path(layout.checkpoints) / f"step-{step}"
-            if not folder.is_symlink() and _sizes(folder) == (files, size):
+            if folder.is_dir() and not folder.is_symlink() and _sizes(folder) == (files, size):
                 gone.append(folder)
         # they lose their names before the first file goes; the files, when nobody has to wait for it any more
         doomed = [_renamed(each) for each in gone]
