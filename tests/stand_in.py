@@ -89,10 +89,13 @@ def stand(address: str, program: str, arguments: Sequence[str], env: Mapping[str
     what = {"what": program, "script": True, "arguments": [*arguments], "env": dict(env), "cwd": os.getcwd()}  # noqa: PTH109
     control = _socket.socket(_socket.AF_UNIX)
     control.connect(address)
+    passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # one that comes when it runs, and we do not know of it yet
     process = ask(control, {**what, "behind": os.getpid()}, [0, 1, 2])
     control.close()
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for each in passed_on:
         signal.signal(each, lambda signum, _: process.send_signal(signum))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     code = process.wait()
     if code < 0:
         if -code != signal.SIGKILL:

@@ -75,7 +75,9 @@ def test_two_queued_runs_have_one_kept_fleet_after_each_other(project, keeper):
     assert (done.returncode, project.billed()) == (0, 0), done.stderr
 
 
-def test_a_run_that_was_stopped_leaves_no_copies_on_its_fleet_and_goes_on_there(project, tmp_path):
+def test_a_run_that_was_stopped_goes_on_with_what_its_fleet_has_and_leaves_none_of_it_when_it_succeeds(
+    project, tmp_path
+):
     shared = tmp_path / "store"
     shared.mkdir()
     (shared / "tokens").write_text("one two")
@@ -94,16 +96,19 @@ def test_a_run_that_was_stopped_leaves_no_copies_on_its_fleet_and_goes_on_there(
         names = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
         return {name for name in names if name.startswith(("checkpoints/", "resume/", "work/data/"))}
 
-    assert there() == set()
-    assert (home / "work/train.py").exists()
     (record,) = every()
     assert record.state is State.STOPPED
+    assert f"checkpoints/step-{record.checkpoint_step}" in {name.rpartition("/")[0] for name in there()}
+    assert "work/data/tokens" in there()
     project.write(["train.py", str(record.checkpoint_step + 5), "0.1"], more=data)
     done = project.mgpu("run", "--stack", record.stack, "--resume", run, "--yes", "--json")
     assert done.returncode == 0, done.stderr
     assert project.result(done)["attempt"] == 2
-    assert "data: 1 file" in project.mgpu("logs", run).stdout
+    said = project.mgpu("logs", run).stdout
+    assert "1 file of them kept" in said
+    assert any("resume: " in line and ", 0 of them from this disk" not in line for line in said.splitlines())
     assert there() == set()
+    assert (home / "work/train.py").exists()
     assert (project.mgpu("down", run).returncode, project.billed()) == (0, 0)
 
 

@@ -15,7 +15,6 @@ import mgpu_train
 import pytest
 from mgpu_train.agent.host import leftovers
 from mgpu_train.agent.host.layout import FETCHED, RunLayout
-from mgpu_train.agent.host.leftovers import Stored
 from mgpu_train.agent.host.python_env import Problem, ProblemKind, locked
 from mgpu_train.agent.phases import data
 from mgpu_train.config import DataItem, Job
@@ -59,9 +58,16 @@ class Home:
         )
         data.fetch_data(node, DataItem.model_validate({"from": f"file://{self.store}", "to": self.to}))
 
-    def clear(self, *steps, whole=True, attempt=2, wait_s=0.0):
-        stored = Stored(list(steps), whole)
-        return sorted(leftovers.clear(self.folder, "r", attempt, stored, time.monotonic() + wait_s))
+    def clear(self, *steps, attempt=2, wait_s=0.0):
+        return sorted(
+            leftovers.clear(
+                self.folder,
+                "r",
+                attempt,
+                [step if isinstance(step, str) else f"{step}:1:4" for step in steps],
+                time.monotonic() + wait_s,
+            )
+        )
 
     @property
     def left(self):
@@ -95,17 +101,19 @@ def test_a_checkpoint_that_is_not_known_to_be_in_the_store_stays(home):
     assert home.left == OWN | {"checkpoints/step-8/model"}
 
 
-def test_without_a_whole_checkpoint_in_the_store_what_the_run_went_on_from_stays(home):
-    home.clear(whole=False)
-    assert home.left == OWN | SAVED | {"resume/model"}
-
-
-@pytest.mark.parametrize(("rank", "writers", "stays"), [(1, "rank0", True), (1, "all", False), (0, "rank0", False)])
-def test_a_node_without_a_part_in_the_checkpoints_keeps_what_its_program_wrote(home, rank, writers, stays):
-    """No upload was ever of it."""
-    home.wants(node_rank=rank, nodes=2, checkpoint={"to": "file:///s", "writers": writers})
+@pytest.mark.parametrize("name", ["model", "later", "deep/later"])
+def test_a_checkpoint_that_has_got_more_since_it_was_stored_stays(home, name):
+    """Results of an evaluation, say, which no upload was of."""
+    home.writes(f"checkpoints/step-8/{name}", "mine, and more")
     home.clear(4, 8)
-    assert home.left == OWN | (SAVED if stays else set())
+    assert home.left == OWN | {"checkpoints/step-8/model", f"checkpoints/step-8/{name}"}
+
+
+def test_a_part_without_files_holds_up_nothing_where_it_is_no_more(home):
+    """Of a node that is asked again, say."""
+    Path(home.layout.checkpoints, "step-12").mkdir()
+    assert "checkpoints/step-12" in home.clear("12:0:0")
+    assert home.clear("12:0:0", "4:1:4") == ["checkpoints/step-4"]
 
 
 def test_once_another_attempt_has_begun_nothing_is_touched(home):
@@ -128,14 +136,46 @@ def test_where_the_run_never_was_nothing_is_made(home):
     assert not home.run.exists()
 
 
-def test_a_fetched_file_that_the_program_has_changed_stays(home):
+def touched(path):
+    path.write_text("mine")
+
+
+def replaced_by_an_older_one(path):
+    """As `tar` and `cp -p` do."""
+    path.with_name("new").write_text("mine")
+    os.utime(path.with_name("new"), (1e9, 1e9))
+    path.with_name("new").replace(path)
+
+
+@pytest.mark.parametrize("change", [touched, replaced_by_an_older_one])
+@pytest.mark.parametrize("again", [False, True], ids=["", "and another file is fetched later"])
+def test_a_fetched_file_that_the_program_has_changed_stays(home, change, again):
     home.fetches()
-    home.writes("work/data/tokens/deep/b", "better")
-    later = time.time() + 60
-    os.utime(home.run / "work/data/tokens/deep/b", (later, later))
+    path = home.run / "work/data/tokens/deep/b"
+    fetched_ns = path.stat().st_ctime_ns
+    while path.stat().st_ctime_ns == fetched_ns:  # files' times go by the kernel's ticks
+        change(path)
     home.writes("work/data/tokens/index", "made of it")
+    if again:  # another attempt, and the store has grown
+        (home.store / "c").write_text("data")
+        home.fetches()
     home.clear(4, 8)
     assert home.left == OWN | {"work/data/tokens/deep/b", "work/data/tokens/index"}
+
+
+def test_what_was_fetched_anew_is_not_taken_for_changed(home):
+    home.fetches()
+    (home.store / "a").write_text("other data")
+    home.fetches()
+    home.clear(4, 8)
+    assert home.left == OWN
+
+
+def test_files_of_which_an_older_mgpu_has_written_down_less_stay(home):
+    home.writes("work/data/tokens/a", "data")
+    home.writes(f"work/data/tokens/{FETCHED}", '["a", "v"]\n')
+    home.clear(4, 8)
+    assert home.left >= OWN | {"work/data/tokens/a"}
 
 
 @pytest.mark.parametrize("how", ["an absolute path", "a link to it"])
@@ -191,13 +231,12 @@ def test_the_machines_own_interpreter_runs_it(home):
     shutil.copytree(Path(mgpu_train.__file__).parent, library / "mgpu_train", ignore=shutil.ignore_patterns("*.pyc"))
     script = library / "mgpu_train/agent/host/leftovers.py"
 
-    def ask(attempt, stdin):
-        command = [sys.executable, "-I", "-S", str(script), "r", attempt, "1"]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    def ask(*steps):
+        command = [sys.executable, "-I", "-S", str(script), "r", "2", "1", *steps]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.returncode, json.loads(done.stdout)
 
-    said = json.dumps({"steps": [4], "whole": True})
-    assert ask("2", said) == (0, {"removed": ["resume", "checkpoints/step-4"]})
+    assert ask("4:1:4", "12:1:4") == (0, {"removed": ["resume", "checkpoints/step-4"]})
     Path(home.layout.job).write_text("torn")
-    status, answer = ask("2", said)
+    status, answer = ask()
     assert (status, answer["problem"]) == (3, "disk")

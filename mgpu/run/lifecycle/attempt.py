@@ -228,7 +228,6 @@ def watch(
     borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says
     kept = borrowed or request.spec.teardown == "keep"
     stays = kept or not fleet.owner
-    there = NodeSet(node for node in nodes.nodes if node.target.rank not in ended.lost)
     if stays:
         _leave_clean(session, nodes, fleet)
     if session.record.slots:
@@ -238,8 +237,8 @@ def watch(
         _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
         ended = _judge(session, request.checkpoint, ended)
-    if stays and (ended.succeeded or ended.stopped_by):  # a failed one's is for who looks for the cause
-        leftovers.clear(session, request, there)
+    if stays and ended.succeeded:  # one that was stopped may go on there, and a failed one's tells the cause
+        leftovers.clear(session, request, nodes)
     return ended
 
 

@@ -6,9 +6,11 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
+from mgpu_train.checkpoint import newest
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Secrets
 from mgpu_train.store import Denied, Expired, Unavailable, open_store
@@ -309,85 +311,122 @@ def test_a_node_that_is_stuck_holds_up_no_end_and_what_it_keeps_is_told(run, cod
 
 @pytest.fixture
 def cleared(run):
-    """What each node is told of what the store has, at the end of the run on a fleet that stays."""
+    """At the end of the run on a fleet that stays: what each node is told that the store has; None: it is not asked."""
     run.record.kept_by = "another"
-    return lambda: [node.cleared for node in run.world.nodes]
+    return lambda: [node.cleared[-1][3:] if node.cleared else None for node in run.world.nodes]
 
 
-def told(**stored):
-    return [[("run-1", "1", stored)]] * 2
+FOUR, TEN = f"4:1:{len('weights of step 4')}", f"10:1:{len('weights of step 10')}"  # of node 0, who alone saves
 
 
-def test_machines_that_stay_are_told_which_checkpoints_of_a_run_that_is_over_the_store_has(run, cleared):
-    assert run.conduct().succeeded
-    assert cleared() == told(steps=[10], whole=True)
+def saves(run, *steps, gives_up=()):
+    """What the run's program does: it saves these steps, and the keep rule gives some up."""
 
-
-@pytest.mark.parametrize("damaged", ["it is missing", "a node has read it"], indirect=True)
-def test_a_checkpoint_that_is_damaged_in_the_store_is_not_taken_from_machines_that_stay(run, damaged, cleared):
-    """They may have the only good copy."""
-    run.record.state = State.RUNNING
-    for node in run.world.nodes:
-        node.cleared.clear()
-    Folder("run-1").stop.touch()
-    assert run.watch_again().stopped_by == "user"
-    assert cleared() == told(steps=[10], whole=True)
-
-
-def test_a_checkpoint_that_was_given_up_is_taken_from_machines_that_stay_if_another_is_whole(run, tmp_path, cleared):
-    def two(node, job):
+    def program(node, job):
         if not job.node_rank:
-            log, known = CommitLog(open_store(run.request.checkpoint.to), "run-1"), {"attempt": 1, "writer": job.writer}
-            for step in (4, 10):
-                run.world.commit(run.request.checkpoint.to, "run-1", step=step, **known)
-            log.give_up(["a001-step-4"], job.writer)
-        node.says(Phase.DONE, attempt=1)
+            url, known = run.request.checkpoint.to, {"attempt": job.attempt, "writer": job.writer}
+            for step in steps:
+                run.world.commit(url, "run-1", step=step, **known)
+            for step in gives_up:
+                CommitLog(open_store(url), "run-1").give_up([f"a001-step-{step}"], job.writer)
+        node.says(Phase.DONE, attempt=job.attempt)
 
-    run.world.program = two
+    run.world.program = program
+
+
+def test_machines_that_stay_are_told_their_parts_of_what_the_store_has_of_a_run_that_has_succeeded(run, cleared):
+    saves(run, 4, 10)
     assert run.conduct().succeeded
-    assert cleared() == told(steps=[10, 4], whole=True)
+    assert cleared() == [[FOUR, TEN], []]
+    assert [node.cleared[-1][:2] for node in run.world.nodes] == [["run-1", "1"]] * 2
 
 
-def test_of_an_older_attempt_nothing_is_taken_but_what_its_checkpoint_was_resumed_into(run, cleared):
-    """A later one may have made the same step anew, and not committed it."""
+def test_a_checkpoint_that_is_damaged_in_the_store_is_not_taken_from_machines_that_stay(run, monkeypatch, cleared):
+    """They may have the only good copy."""
+    saves(run, 4, 10)
+    monkeypatch.setattr(
+        newest, "problems_of", lambda _store, _log, commit, deep: ("is missing",) if commit.step == 4 else ()
+    )
     assert run.conduct().succeeded
-    run.world.program = run.world.train_on
-    run.record.state = State.REPAIRING
-    Folder("run-1").stop.touch()
-    run.record.attempt = 2
-    for node in run.world.nodes:
-        node.cleared.clear()
-        node.says(Phase.TRAINING, attempt=2)
-    run.record.state = State.RUNNING
-    assert watch_again(run.session, run.fleet, run.world.cloud, run.request).stopped_by == "user"
-    assert cleared() == [[("run-1", "2", {"steps": [], "whole": True})]] * 2
+    assert cleared() == [[TEN], []]
 
 
-def test_where_the_store_does_not_answer_no_checkpoint_is_taken_from_machines_that_stay(run, monkeypatch, cleared):
+def test_a_checkpoint_that_the_keep_rule_gave_up_is_taken_from_machines_that_stay(run, cleared):
+    saves(run, 4, 10, gives_up=[4])
     assert run.conduct().succeeded
-    Away(monkeypatch, 9, Unavailable("503"))
-    for node in run.world.nodes:
-        node.cleared.clear()
-    Folder("run-1").stop.touch()
-    assert run.watch_again().stopped_by == "user"
-    assert cleared() == told(steps=[], whole=False)
+    assert cleared() == [[FOUR, TEN], []]
+
+
+def test_of_an_older_attempt_no_checkpoint_is_taken_from_machines_that_stay(run, cleared):
+    """The newer one may have made the same step anew, and not committed it."""
+    assert run.conduct().succeeded
+    run.record.state, run.record.recoveries = State.REPAIRING, 1
+    run.world.program = nothing_left
+    assert run.conduct().succeeded
+    assert cleared() == [[], []]
+    assert [node.cleared[-1][:2] for node in run.world.nodes] == [["run-1", "2"]] * 2
+
+
+def test_where_the_store_is_away_after_the_verdict_no_checkpoint_is_taken_from_machines_that_stay(
+    run, monkeypatch, cleared
+):
+    def away(*_):
+        raise Unavailable("503")
+
+    monkeypatch.setattr("mgpu.run.nodes.leftovers.operator_store", SimpleNamespace(for_record=away))
+    assert run.conduct().succeeded
+    assert cleared() == [[], []]
     assert [each for each in run.world.of(Warned) if "503" in each.text and "left on the fleet" in each.text]
 
 
-@pytest.mark.parametrize("why", ["it has failed", "its machines go"])
-def test_a_run_that_has_failed_or_whose_machines_go_clears_nothing(run, cleared, why):
-    if why == "it has failed":
-        run.world.program = lambda node, job: node.says(Phase.FAILED, attempt=1, fault=Fault.USER, reason="exit code 1")
-    else:
+def fails(node, _job):
+    node.says(Phase.FAILED, attempt=1, fault=Fault.USER, reason="exit code 1")
+
+
+def is_stopped(node, _job):
+    node.says(Phase.TRAINING, attempt=1)
+    Folder("run-1").stop.touch()
+
+
+@pytest.mark.parametrize(
+    "why", ["it has failed", "its last checkpoint is damaged", "it was stopped", "its machines go"]
+)
+def test_a_run_that_has_not_succeeded_or_whose_machines_go_clears_nothing(run, monkeypatch, cleared, why):
+    """One that was stopped may go on there, and would fetch all of it again."""
+    if why == "its machines go":
         run.record.kept_by = None
-    assert run.conduct().succeeded == (why != "it has failed")
-    assert cleared() == [[], []]
+    elif why == "it has failed":
+        run.world.program = fails
+    elif why == "its last checkpoint is damaged":
+        monkeypatch.setattr(newest, "problems_of", lambda *_, **__: ("is missing",))
+    else:
+        run.world.program = is_stopped
+    ended = run.conduct()
+    assert (ended.succeeded, bool(ended.stopped_by)) == (why == "its machines go", why == "it was stopped")
+    assert cleared() == [None, None]
 
 
 def test_a_machine_that_cannot_clear_up_ends_no_run(run, cleared):
     run.world.nodes[1].faults["leftovers"] = [CommandFailed("no room", status=1)]
     assert run.conduct().succeeded
-    assert [each.text for each in run.world.of(Warned)] == ["what the run leaves behind is still on the fleet: no room"]
+    (told,) = run.world.of(Warned)
+    assert told.text == "what the run leaves behind may still be on the fleet: no room"
+
+
+def test_a_machine_that_is_stuck_when_it_is_to_clear_up_holds_up_no_end(run, monkeypatch, cleared):
+    """The lease of the kept fleet runs meanwhile, and the next run waits."""
+    waited = []
+    for node in run.world.nodes:
+
+        def stuck(argv, *, timeout, taken=node.run, **how):
+            if any(word.endswith("/leftovers.py") for word in argv):
+                waited.append(timeout)
+                raise ConnectionFailed("no end of `python3`")
+            return taken(argv, timeout=timeout, **how)
+
+        monkeypatch.setattr(node, "run", stuck)
+    assert run.conduct().succeeded
+    assert [each <= run.world.timeouts.command_s + 10 for each in waited] == [True, True]
 
 
 def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):

@@ -12,7 +12,7 @@ LIB = PurePosixPath(".mgpu/lib")
 LEASE = PurePosixPath(".mgpu/lease")
 NOTICE = PurePosixPath(".mgpu/notice.json")  # as EC2's spot/instance-action: {"action": "terminate", "time": RFC 3339}
 ENVIRONMENTS = PurePosixPath(".mgpu/env")
-FETCHED = ".mgpu-fetched.jsonl"  # in a folder of `data:`: which version of each object is there
+FETCHED = ".mgpu-fetched.jsonl"  # in a folder of `data:`: which version of each object is there, since when
 AMAZON = Path("/opt/amazon")  # where AWS's installer puts EFA's libraries and NCCL's plugin for it
 AMAZON_OF_MACHINE = Path("/opt/mgpu-efa")  # where a container sees its machine's
 

@@ -1,9 +1,10 @@
-"""What a run that is over has left on a machine that stays, and nobody needs there. This file is run there:
-`<python> -I leftovers.py RUN ATTEMPT SECONDS`; standard input says what the store has (`Stored`).
+"""What a run that has succeeded leaves on a machine that stays, and nobody needs there. This file is run there:
+`<python> -I leftovers.py RUN ATTEMPT SECONDS STEP:FILES:BYTES...`, with what the store has of this node's part of each
+of the attempt's checkpoints.
 
 Standard library only, Python 3.8 or newer. The log, the outputs and what the program has written beside its checkpoints
-stay. So does all that only this machine may have: a checkpoint that the caller does not name, a fetched file that was
-changed.
+stay. So does all that only this machine may have: a checkpoint that the caller does not name, or that has got more
+since it was stored; a fetched file that was changed.
 
 A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
 """
@@ -17,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, List, NamedTuple  # noqa: UP035 - for the Python 3.8 of older machines
+from typing import Any, List, Tuple  # noqa: UP035 - for the Python 3.8 of older machines
 
 LIBRARY = Path(__file__).resolve().parents[3]  # ~/.mgpu/lib/<digest>
 if __name__ == "__main__":
@@ -29,14 +30,7 @@ from mgpu_train.agent.host.python_env import PROBLEM, Problem, ProblemKind, lock
 DOOMED = ".aside-old-"  # as `mgpu_train.checkpoint.local.discard` calls it
 
 
-class Stored(NamedTuple):
-    """What the store has of the run: checkpoints of the attempt by their steps, and a whole one to go on from."""
-
-    steps: List[int]  # noqa: UP006
-    whole: bool
-
-
-def clear(home: Path, run_id: str, attempt: int, stored: Stored, until: float) -> List[str]:  # noqa: UP006
+def clear(home: Path, run_id: str, attempt: int, parts: List[str], until: float) -> List[str]:  # noqa: UP006
     """Removes it, unless another attempt has begun meanwhile; what was removed, in the run's folder.
 
     Raises:
@@ -50,10 +44,11 @@ def clear(home: Path, run_id: str, attempt: int, stored: Stored, until: float) -
         job = json.loads(Path(layout.job).read_text(encoding="utf-8"))
         if job["attempt"] != attempt:
             return []
-        folders = [Path(layout.resume)] if stored.whole else []
-        if job["node_rank"] == 0 or (job["checkpoint"] or {}).get("writers") == "all":  # it has a part in them
-            folders += [Path(layout.checkpoints) / f"step-{step}" for step in stored.steps]
-        gone = [each for each in folders if each.is_dir() and not each.is_symlink()]
+        gone = [each for each in [Path(layout.resume)] if each.is_dir() and not each.is_symlink()]
+        for step, files, size in (map(int, part.split(":")) for part in parts):
+            folder = Path(layout.checkpoints) / f"step-{step}"
+            if folder.is_dir() and not folder.is_symlink() and _sizes(folder) == (files, size):
+                gone.append(folder)
         # they lose their names before the first file goes; the files, when nobody has to wait for it any more
         doomed = [_renamed(each) for each in gone]
         if job["workdir"] in (None, str(RunLayout(run_id).work)):  # else it was in a container, and went with it
@@ -61,6 +56,12 @@ def clear(home: Path, run_id: str, attempt: int, stored: Stored, until: float) -
     for each in doomed:
         shutil.rmtree(str(each), ignore_errors=True)
     return [str(each.relative_to(layout.root)) for each in gone]
+
+
+def _sizes(folder: Path) -> Tuple[int, int]:  # noqa: UP006
+    """How many files it has, and their bytes."""
+    sizes = [path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return len(sizes), sum(sizes)
 
 
 def _renamed(folder: Path) -> Path:
@@ -77,15 +78,17 @@ def _fetched(work: Path, to: str) -> List[Path]:  # noqa: UP006
     listing = folder / FETCHED
     if Path(to).is_absolute() or not _inside(work, folder) or not listing.is_file():
         return []
-    newest = listing.stat().st_mtime_ns  # what was fetched was written before its line
+    fetched = {}
     for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            key, _ = map(str, json.loads(line))
-        except (ValueError, TypeError):  # empty, or cut off by a kill
+            key, _, changed_ns = json.loads(line)
+            fetched[str(key)] = changed_ns
+        except (ValueError, TypeError):  # empty, cut off by a kill, or of an older mgpu
             continue
+    for key, changed_ns in fetched.items():
         path = folder / key
         ours = path.is_file() and not path.is_symlink() and _inside(folder, path.parent)
-        if ours and path.stat().st_mtime_ns <= newest:
+        if ours and path.stat().st_ctime_ns == changed_ns:
             path.unlink()
             gone.append(path)
     listing.unlink()
@@ -102,12 +105,11 @@ def _inside(folder: Path, path: Path) -> bool:
     return os.path.commonpath([real, os.path.realpath(str(path))]) == real
 
 
-def main(run_id: str, attempt: str, seconds: str) -> int:
+def main(run_id: str, attempt: str, seconds: str, *parts: str) -> int:
     """Returns the exit status."""
-    given = json.loads(sys.stdin.read())
     try:
         until = time.monotonic() + float(seconds)
-        answer: Any = {"removed": clear(LIBRARY.parents[2], run_id, int(attempt), Stored(**given), until)}
+        answer: Any = {"removed": clear(LIBRARY.parents[2], run_id, int(attempt), [*parts], until)}
     except Problem as problem:
         answer = problem.answer
     except (OSError, ValueError, LookupError) as error:

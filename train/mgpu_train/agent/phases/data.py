@@ -77,7 +77,7 @@ class _Fetched:
             return
         for line in lines:
             try:
-                key, version = map(str, json.loads(line))
+                key, version, *_ = map(str, json.loads(line))
             except (ValueError, TypeError):  # empty, or cut off by a kill
                 continue
             self._versions[key] = version
@@ -90,8 +90,9 @@ class _Fetched:
 
     def add(self, stat: Stat) -> None:
         """It is."""
+        changed_ns = (self.folder / stat.key).stat().st_ctime_ns  # whatever is done to the file later has another time
         with self._lock, (self.folder / FETCHED).open("a", encoding="utf-8") as file:
-            file.write(f"\n{json.dumps([stat.key, stat.version])}\n")  # the line before may be cut off
+            file.write(f"\n{json.dumps([stat.key, stat.version, changed_ns])}\n")  # the line before may be cut off
 
 
 def _require_room(into: Path, source: str, missing: Sequence[Stat]) -> None:
