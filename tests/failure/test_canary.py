@@ -37,7 +37,7 @@ resume = os.environ.get("MGPU_RESUME_DIR")
 first = int(pathlib.Path(resume, "weights").read_text()) if resume else 0
 for step in range(first + 1, 5):
     time.sleep(float(sys.argv[1]))
-    print("step", step, flush=True)
+    print(f"step {step}", flush=True)
     aside = root / f".tmp-{step}"
     aside.mkdir(parents=True, exist_ok=True)
     (aside / "weights").write_text(str(step))
@@ -144,6 +144,8 @@ class Search:
                 if os.fsencode(str(self.world.root)) not in environment:
                     continue
                 arguments = Path(entry.path, "cmdline").read_bytes()
+                if not arguments:
+                    continue  # it ended between the two reads: whose environment that was cannot be told
                 self.text(f"the arguments of {arguments!r}", arguments)
                 if mark not in environment:
                     continue  # the operator's own, and the engine's: their user gave it to them

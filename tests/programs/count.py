@@ -17,13 +17,13 @@ resume = os.environ.get("MGPU_RESUME_DIR")
 first = int(Path(resume, "count.txt").read_text()) if resume else 0
 given = dict(enumerate(sys.argv))
 last, pause, save, every = int(given[1]), float(given[2]), float(given.get(3, 0)), int(given.get(4, 10))
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "from", first, flush=True)
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} from {first}", flush=True)
 for step in range(first + 1, last + 1):
     time.sleep(pause)
     while step == last and not stop and not Path(os.environ.get("COUNT_UNTIL", ".")).exists():
         time.sleep(pause)
     if step % every == 0 or step == last or stop:
-        print("step", step, flush=True)
+        print(f"step {step}", flush=True)
         if os.environ["RANK"] == "0":
             aside = root / f".tmp-step-{step}"
             aside.mkdir(parents=True)

@@ -629,7 +629,7 @@ def test_torchrun_on_two_nodes_of_one_machine(nodes):
             "dist.init_process_group('gloo')\n"
             "total = torch.tensor([float(dist.get_rank() + 1)])\n"
             "dist.all_reduce(total)\n"
-            "print('total', total.item(), os.environ['RANK'], flush=True)\n"
+            "print(f'total {total.item()} {dist.get_rank()}', flush=True)\n"
             "save(1)\n"
             "dist.barrier()\n"
             "dist.destroy_process_group()\n"

@@ -306,7 +306,7 @@ import os, pathlib, sys, time
 end = pathlib.Path(os.environ["END"])  # as in a collective, no rank ends before the others
 if os.environ["RANK"] == "0":
     for number in range(int(sys.argv[1])):
-        print("step", number, flush=True)
+        print(f"step {number}", flush=True)
         time.sleep(0.2)
     end.touch()
 while not end.exists():

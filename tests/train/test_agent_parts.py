@@ -91,6 +91,24 @@ def test_the_agents_lines_are_marked_whole_and_counted(tmp_path):
     assert log.own == len(data) - len(b"no newline")
 
 
+def test_a_line_that_a_program_writes_in_pieces_stays_whole(tmp_path):
+    pieces = [b"canary", b" ", b"work\n"]
+    log = Log(tmp_path / "log", sleep=lambda s: os.write(log.fd, pieces.pop(0)))
+    os.write(log.fd, b"token ")
+    log.say("attempt 1: training")
+    assert (tmp_path / "log").read_bytes() == b"token canary work\n[agent] attempt 1: training\n"
+
+
+def test_a_line_that_is_never_ended_does_not_hold_the_agents_up(tmp_path):
+    slept: list[float] = []
+    log = Log(tmp_path / "log", sleep=slept.append)
+    os.write(log.fd, b"\r 40%")  # a bar
+    log.say("attempt 1: stopping")
+    log.say("attempt 1: stopped")
+    assert (tmp_path / "log").read_bytes() == b"\r 40%\n[agent] attempt 1: stopping\n[agent] attempt 1: stopped\n"
+    assert 0 < sum(slept) <= 0.05
+
+
 def test_the_log_has_a_mark_for_each_second_in_which_it_grew(tmp_path):
     log, now = Log(tmp_path / "log"), [100.0]
     os.write(log.fd, b"of an earlier attempt\n")  # 22 bytes

@@ -116,7 +116,7 @@ def main() -> None:
     resume = os.environ.get("MGPU_RESUME_DIR")
     first = restored(Path(resume)) if resume else 0
     note("start", first)
-    print("rank", RANK, "attempt", ATTEMPT, "from", first, flush=True)  # noqa: T201
+    print(f"rank {RANK} attempt {ATTEMPT} from {first}", flush=True)  # noqa: T201
     step, stopping = first, False
     while step < STEPS and not stopping:
         time.sleep(PAUSE_S)

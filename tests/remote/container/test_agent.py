@@ -17,7 +17,9 @@ SLEEPS = "import time\nprint('it runs', flush=True)\ntime.sleep(600)\n"
 def test_the_agent_is_spoken_to_as_ever(machine, images):
     machine.up(images.first)
     assert 1024 < agent_client.free_ports(machine.node, 1, machine.timeouts)[0] < 65536
-    program = "import os, sys\nprint('token', os.environ['TOKEN'], os.getcwd(), sys.executable, flush=True)\n" + SLEEPS
+    program = (
+        "import os, sys\nprint(f'token {os.environ[\"TOKEN\"]} {os.getcwd()} {sys.executable}', flush=True)\n" + SLEEPS
+    )
     machine.start(program, secrets=["TOKEN"])
     machine.until(lambda: "it runs" in machine.said)
     assert f"token canary {machine.work}" in machine.said

@@ -12,6 +12,8 @@ from pathlib import Path
 PREFIX = "[agent] "
 _WINDOW = 64 * 1024  # bytes at the log's end that are searched for the cause of an end
 _MARK_S = 1.0
+_REST_S = 0.05  # an unbuffered program writes a line in pieces (each argument of one print): the rest comes at once
+_LOOKS = 10
 _LONGEST = 300  # characters of a line that goes into a status
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 # an uncaught exception's last line, with torch's rank before it; torchrun's own ChildFailedError says nothing new
@@ -28,9 +30,10 @@ _PEER_LOST = re.compile(r"gloo|nccl|TCPStore|ProcessGroup|DistBackendError|DistN
 class Log:
     """Appends to the run's log; `own` counts the agent's bytes, so that they are not taken for a sign of life."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sleep: Callable[[float], None] = time.sleep) -> None:
         self.path = path
         self.own = 0
+        self._sleep = sleep
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     @property
@@ -39,12 +42,19 @@ class Log:
         return os.fstat(self.fd).st_size
 
     def say(self, text: str) -> None:
-        """Writes one line of the agent's own. On a full disk it is lost: that must not end training."""
+        """Writes one line of the agent's own. A line that a program is at has 50 ms to be ended before it. On a full
+        disk it is lost: that must not end training."""
         with suppress(OSError):
-            size = self.size
-            torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
+            looks = 1
+            while (torn := self._torn()) and looks < _LOOKS:
+                self._sleep(_REST_S / _LOOKS)
+                looks += 1
             line = ("\n" if torn else "") + PREFIX + clean(text) + "\n"
             self.own += os.write(self.fd, line.encode())
+
+    def _torn(self) -> bool:
+        size = self.size
+        return size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
 
 
 class LogTimes:
