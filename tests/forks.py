@@ -259,6 +259,9 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
             sys.stderr.write(f"{code}\n")
     except BaseException:  # noqa: BLE001 - to go on would be to serve
         sys.excepthook(*sys.exc_info())
+    # what an interpreter does at its end, but for its memory: threads first; one may have the last words to write
+    threading._shutdown()
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

@@ -29,6 +29,7 @@ from typing import Unpack
 
 from mgpu.acquire.ending import destroy as destroy
 from mgpu.acquire.ending import destroy_all as destroy_all
+from mgpu.acquire.ending import in_one as in_one
 from mgpu.acquire.pauses import ANSWER_S as ANSWER_S
 from mgpu.acquire.pauses import Backoff as Backoff
 from mgpu.acquire.pauses import patiently as patiently

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from mgpu_train.timeouts import Timeouts
@@ -86,9 +86,15 @@ def destroy_all(
         except TeardownIncomplete as error:
             failures.append(error)
     if failures:
-        more = [text for each in failures[1:] for text in (each.what, each.why)]
-        why = "\n".join(filter(None, (failures[0].why, *more)))
-        raise TeardownIncomplete(failures[0].what, why, CURE) from failures[0]
+        raise in_one(failures) from failures[0]
+
+
+def in_one(failures: Sequence[TeardownIncomplete]) -> TeardownIncomplete:
+    """The first of these errors, with the words and next steps of the others."""
+    first, *others = failures
+    why = (first.why, *(text for each in others for text in (each.what, each.why)))
+    steps = dict.fromkeys(each.next_step for each in failures)
+    return TeardownIncomplete(first.what, "\n".join(filter(None, why)), " ".join(filter(None, steps)))
 
 
 def _cost_nothing(provider: Provider, handle: Handle, ids: tuple[str, ...]) -> bool:

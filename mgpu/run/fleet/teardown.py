@@ -62,21 +62,8 @@ def give_back(
             left += _swept(seller(), owner, names, {region, *_asked_in(owner, names)}, timeouts, emit)
         except (ProviderError, InputError, TeardownIncomplete) as error:  # the others are looked at all the same
             unseen.append(error)
-    if unseen and isinstance(unseen[0], TeardownIncomplete):
-        raise unseen[0]
-    if unseen:
-        raise TeardownIncomplete(
-            f"fleet {', '.join(sorted(names))} may still be billed: the provider cannot be asked",
-            "\n".join(map(str, unseen)),
-            "Run `mgpu gc` once it answers; whatever happens, the machines end at their hard cap.",
-        ) from unseen[0]
-    if left:
-        ids = ", ".join(i for handle in left for i in handle.ids if i)
-        raise TeardownIncomplete(
-            f"fleet {', '.join(sorted(names))}: {ids} may still be billed",
-            "The provider does not say that they are terminated.",
-            "Run `mgpu gc --yes`, and look at the provider's own console.",
-        )
+    if unseen or left:
+        raise _may_be_billed(f"fleet {', '.join(sorted(names))}", unseen, left) from next(iter(unseen), None)
     if failure is not None:
         unasked = list(_unasked(sellers, owner))
         gone = "some machines cannot be asked, and" if unasked else "the machines are gone, but"
@@ -87,6 +74,22 @@ def give_back(
         ) from failure
     if remove:
         stack.remove()
+
+
+def _may_be_billed(fleet: str, unseen: Sequence[MgpuError], left: Sequence[Handle]) -> TeardownIncomplete:
+    """What each seller said, or still lists, in one error: each has machines of its own."""
+    told = [error for error in unseen if isinstance(error, TeardownIncomplete)]
+    silent = [error for error in unseen if error not in told]
+    if left:
+        what = f"{fleet}: {', '.join(i for handle in left for i in handle.ids if i)} may still be billed"
+        why = "The provider does not say that they are terminated."
+        told.append(TeardownIncomplete(what, why, "Run `mgpu gc --yes`, and look at the provider's own console."))
+    if silent:
+        who = "the provider" if len(silent) == 1 else f"{len(silent)} providers"
+        what = f"{fleet} may still be billed: {who} cannot be asked"
+        cure = "Run `mgpu gc` once each answers; whatever happens, the machines end at their hard cap."
+        told.append(TeardownIncomplete(what, "\n".join(map(str, silent)), cure))
+    return acquire.in_one(told)
 
 
 def _swept(

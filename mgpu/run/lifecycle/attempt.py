@@ -219,7 +219,10 @@ def watch(
         ended = supervisor.watch()
     if ended.left:
         return ended
-    outputs.collect(session, request, nodes, ended.lost)
+    if request.spec.outputs:  # they may take as long as a lease, and the agents have ended
+        agent_client.hold(nodes, session.timeouts, ended.lost)
+        outputs.collect(session, request, nodes, ended.lost)
+        agent_client.hold(nodes, session.timeouts, ended.lost)
     metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
     if ended.damaged:
         ended = damage.judge(session, fleet, nodes, ended, ends)

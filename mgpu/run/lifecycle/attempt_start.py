@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -125,11 +124,8 @@ def _undo(session: Session, node: Node) -> None:
 
 
 def _paused(session: Session, nodes: NodeSet, seconds: float) -> bool:
-    """Waits for the store: the machines live on meanwhile, though no agent renews their lease. Raises as
-    `Session.check`."""
-    minutes = session.timeouts.lease_s / 60
-    with suppress(RemoteError):  # who is lost is seen when the attempt starts
-        nodes.each(lambda node: agent_client.renew_lease(node, minutes, session.timeouts))
+    """Waits for the store: the machines live on meanwhile. Raises as `Session.check`."""
+    agent_client.hold(nodes, session.timeouts)
     return paused(session, seconds)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,13 @@ def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
     """Gives a node that no run uses this many minutes; never past its hard cap, which the host holds."""
     uptime = float(node.run(["cat", "/proc/uptime"], timeout=timeouts.command_s).stdout.split()[0])
     node.write(str(LEASE), f"{int(uptime + minutes * 60)}\n".encode())
+
+
+def hold(nodes: NodeSet, timeouts: Timeouts, lost: Container[int] = ()) -> None:
+    """While no agent renews them, nodes live for `lease_s` from now. Who cannot be asked is seen by what comes next."""
+    minutes = timeouts.lease_s / 60
+    with suppress(RemoteError):
+        nodes.each(lambda node: node.target.rank in lost or renew_lease(node, minutes, timeouts))
 
 
 def facts(node: Node, python: str, timeouts: Timeouts) -> dict[str, Any]:

@@ -12,10 +12,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from mgpu.errors import InputError, ProviderError, RemoteError
+from mgpu.errors import InputError, ProviderError
 from mgpu.events import Note, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.nodeset import NodeSet
@@ -133,8 +132,7 @@ def _whole(
         commits = [commit for commit in log.checkpoints() if commit.checkpoint_id == checkpoint_id]
         found.append(not problems_of(store, log, commits[0], deep=True, progress=progress) if commits else None)
 
-    with suppress(RemoteError):  # its agents have ended, and renew no lease
-        nodes.each(lambda node: agent_client.renew_lease(node, times.lease_s / 60, times))
+    agent_client.hold(nodes, times)  # its agents have ended
     with session.phase("verifying", checkpoint_id):
         try:
             calls.begin(checkpoint_id, read)  # a store may say nothing for minutes

@@ -45,6 +45,16 @@ child = os.fork()
 waits(child) if child else rank()
 """
 
+LAST_WORDS = """
+import atexit, threading
+
+def last():
+    atexit.register(print, "at its end")
+    print("of a thread")
+
+threading.Thread(target=lambda: threading.main_thread().join() or last()).start()
+"""
+
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -115,6 +125,12 @@ def test_who_looks_in_proc_finds_what_is_forked_by_its_own_words_and_environment
         f"{sys.executable}|{looks}|--a|word{rest}",
         f"OF=its_own|LONG={env['LONG']}{rest}",
     ]
+
+
+def test_what_is_forked_says_what_it_has_to_say_at_its_end(tmp_path: Path):
+    (tmp_path / "ends.py").write_text(LAST_WORDS)
+    done = forks.Forks().run(tmp_path / "ends.py", (), dict(os.environ), cwd=tmp_path, timeout=30)
+    assert done.stdout == "of a thread\nat its end\n"
 
 
 def test_an_environment_that_cannot_be_shown_is_refused(tmp_path: Path):

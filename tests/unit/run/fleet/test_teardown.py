@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from mgpu import acquire, paths
@@ -212,6 +214,29 @@ def test_a_provider_that_cannot_be_asked_is_an_incomplete_teardown(world, stack,
     assert caught.value.exit_code == 7
     assert error.what in str(caught.value)
     assert "remove run-1" not in world.calls
+
+
+def test_what_each_of_several_providers_says_of_its_own_machines_is_told(world, stack):
+    world.cloud.stuck.add(f"{stack.fleet}-1")
+
+    def cannot_be_asked(error):
+        raise error
+
+    first = AuthError("the first key has expired", next_step="Log in anew.")
+    second = AuthError("the second account is closed")
+    sellers = [lambda: world.cloud, partial(cannot_be_asked, first), partial(cannot_be_asked, second)]
+    with pytest.raises(TeardownIncomplete) as caught:
+        give_back(stack, sellers, paths.owner(), world.timeouts, world.events.append, remove=True)
+    said = str(caught.value)
+    for words in (
+        f"{stack.fleet}-1",
+        "2 providers cannot be asked",
+        "the first key",
+        "Log in anew.",
+        "the second account",
+    ):
+        assert words in said
+    assert "their hard cap" in caught.value.next_step
 
 
 @pytest.mark.parametrize("away", ["fleet", "records"])

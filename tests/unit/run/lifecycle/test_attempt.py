@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from mgpu_train.agent.host.layout import LEASE
 from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.checkpoint import newest
 from mgpu_train.checkpoint.log.commit_log import CommitLog
@@ -102,6 +104,20 @@ def test_a_start_that_fails_while_all_machines_are_there_is_its_own_cause(run, a
         run.conduct()
     assert all(node.closed for node in run.world.nodes)
     assert run.told == [(1, False, None, ())]
+
+
+def test_machines_live_on_while_outputs_come_home(run, monkeypatch):
+    """They may take 15 minutes, which is as long as a lease lasts, and metrics come after them."""
+    leases = list[list[bytes | None]]()
+
+    def take(*_):
+        leases.append([node.files.pop(str(LEASE), None) for node in run.world.nodes])
+
+    monkeypatch.setattr(attempt.outputs, "collect", take)
+    monkeypatch.setattr(attempt.metrics, "collect", take)
+    run.request = replace(run.request, spec=run.request.spec.model_copy(update={"outputs": ["*.png"]}))
+    assert run.conduct().succeeded
+    assert leases == [[b"1900\n"] * 2] * 2
 
 
 def nothing_left(node, job):
