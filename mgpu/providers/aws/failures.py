@@ -77,6 +77,7 @@ _THROTTLING = frozenset(
 )
 _CAPACITY = frozenset(
     {
+        "InsufficientAddressCapacity",
         "InsufficientCapacity",
         "InsufficientCapacityOnHost",
         "InsufficientFreeAddressesInSubnet",
@@ -84,14 +85,26 @@ _CAPACITY = frozenset(
         "InsufficientInstanceCapacity",
         "InsufficientReservedInstanceCapacity",
         "InsufficientReservedInstancesCapacity",
+        "InsufficientVolumeCapacity",
         "InvalidInstanceType",  # not sold there: types come to regions one by one
         "ReservationCapacityExceeded",
         "UnfulfillableCapacity",
         "Unsupported",
+        "VolumeTypeNotAvailableInZone",
     }
 )
 _ACCOUNT = frozenset({"Blocked", "PendingVerification"})
-_BROKEN = frozenset({"InternalError", "InternalFailure", "RequestTimeout", "ServiceUnavailable", "Unavailable"})
+_BROKEN = frozenset(
+    {
+        "ConcurrentTagAccess",  # somebody else tags it just now
+        "InternalError",
+        "InternalFailure",
+        "RequestTimeout",
+        "ServerInternal",
+        "ServiceUnavailable",
+        "Unavailable",
+    }
+)
 # said under several codes: Unsupported, InvalidFleetConfiguration, InvalidParameterValue
 _NOT_SOLD = re.compile(r"not supported in your requested Availability Zone|instance types do not exist")
 _QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededException|LimitExceededException")
@@ -103,6 +116,7 @@ _KEYS = {
     "InvalidIamInstanceProfile": "instance_profile",
     "InvalidSecurityGroupID": "security_group_id",
     "InvalidSubnet": "subnet_ids",
+    "TagPolicyViolation": "tags",
 }
 _ORGANIZATION = "service control policy"  # in the words of a denial that comes from there
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
