@@ -63,7 +63,7 @@ def grant(
     home, name = account.home_region, names.run_role(run_id)
     iam = account.client("iam", home)
     with calling(f"giving run {run_id} its rights", home, scope="account"):
-        role = _role(iam, name) or _make(account, iam, name, run_id)
+        role = _role(iam, name) or _make(account, iam, name, {**options.tags, names.RUN: run_id})
         document = json.dumps(policies.run(home, reads, writes), separators=(",", ":"))
         iam.put_role_policy(RoleName=name, PolicyName=_POLICY, PolicyDocument=document)
     secret = role["AssumeRolePolicyDocument"]["Statement"][0]["Condition"]["StringEquals"]["sts:ExternalId"]
@@ -96,7 +96,7 @@ def boundary_arn(account: Account) -> str:
     return f"arn:{policies.partition(account.home_region)}:iam::{account.id()}:policy/{names.RUN_BOUNDARY}"
 
 
-def _make(account: Account, iam: Any, name: str, run_id: str) -> Mapping[str, Any]:
+def _make(account: Account, iam: Any, name: str, tags: Mapping[str, str]) -> Mapping[str, Any]:
     trust = policies.run_trust(account.home_region, account.id(), secrets.token_hex(16))
     try:
         made = iam.create_role(
@@ -105,7 +105,7 @@ def _make(account: Account, iam: Any, name: str, run_id: str) -> Mapping[str, An
             AssumeRolePolicyDocument=json.dumps(trust),
             PermissionsBoundary=boundary_arn(account),
             Description="made by mgpu, for as long as its run lasts",
-            Tags=[{"Key": names.RUN, "Value": run_id}],
+            Tags=names.tag_list(tags),
         )["Role"]
     except Exception as error:
         found = _role(iam, name) if code_of(error) == "EntityAlreadyExists" else None

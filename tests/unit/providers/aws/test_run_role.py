@@ -107,3 +107,29 @@ def test_names_of_roles_fit_and_are_one_a_run():
     assert names.run_role("run-1") == "mgpu-run-1"
     assert len(names.run_role(long)) <= 64
     assert names.run_role(long) != names.run_role(long[:-1] + "b")
+
+
+class Made(Iam):
+    """Makes roles, and remembers how."""
+
+    role: dict[str, Any] | None = None
+
+    def get_role(self, RoleName: str) -> dict[str, Any]:  # noqa: N803
+        from botocore.exceptions import ClientError
+
+        raise ClientError({"Error": {"Code": "NoSuchEntity", "Message": RoleName}}, "GetRole")
+
+    def create_role(self, **asked: Any) -> dict[str, Any]:
+        self.role = asked
+        return {"Role": {"Arn": "arn:aws:iam::1:role/it"}}
+
+    def put_role_policy(self, **_: Any) -> None:
+        """What it may do."""
+
+
+def test_the_role_of_a_run_has_the_users_tags_which_a_policy_may_demand():
+    iam = Made("theirs")
+    options = Options.model_validate({"tags": {"CostCenter": "4711"}})
+    run_role.grant(Account(iam), options, "run-1", ["s3://theirs/x"], [])  # type: ignore[arg-type]
+    assert iam.role is not None
+    assert names.tag_list({"CostCenter": "4711", names.RUN: "run-1"}) == iam.role["Tags"]
