@@ -15,6 +15,7 @@ all else                                                                        
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,6 +120,7 @@ _KEYS = {
     "TagPolicyViolation": "tags",
 }
 _ORGANIZATION = "service control policy"  # in the words of a denial that comes from there
+_LOOK_S = 2.0
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
 _STATUS_SERVER = 500
 
@@ -150,6 +152,27 @@ def unless(codes: Collection[str], call: Callable[..., Any], **arguments: Any) -
         if code_of(error) in codes:
             return None
         raise
+
+
+def patiently(
+    call: Callable[[], Any],
+    codes: Collection[str],
+    within_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Any:
+    """The answer; AWS's errors of these codes are waited out, until `within_s` seconds are over. Then the last one is
+    raised."""
+    from botocore.exceptions import ClientError
+
+    deadline = clock() + within_s
+    while True:
+        try:
+            return call()
+        except ClientError as error:
+            if code_of(error) not in codes or clock() >= deadline:
+                raise
+        sleep(_LOOK_S)
 
 
 @contextmanager
