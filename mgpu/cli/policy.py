@@ -63,6 +63,7 @@ def aws(
             "--bootstrap, --ssm, --reservations and --passes exclude each other", why, "Print one after the other."
         )
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
-    whose = account or Account(options).id()
-    made = operator_policies.documents(whose, regions, permissions_boundary)
+    asked_of = None if account else Account(options)
+    whose, home = (asked_of.id(), asked_of.home_region) if asked_of else (account, "")
+    made = operator_policies.documents(whose, regions, permissions_boundary, home)
     Console().data(made[asked[0] if asked else "machines"])

@@ -127,7 +127,7 @@ def _permissions(
         yield _ok(subject, "the account's owner may do everything")
         return
     regions = requirements.regions if requirements else ()
-    document = operator_policies.documents(identity["Account"], regions)[name]
+    document = operator_policies.documents(identity["Account"], regions, home=account.home_region)[name]
     told = permissions.told(account, identity["Arn"], document)
     needed = len(operator_policies.actions(document))
     if told.missing - {permissions.SIMULATE} or (told.missing and not told.untold):

@@ -15,6 +15,7 @@ all else                                                                        
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,7 @@ _THROTTLING = frozenset(
 )
 _CAPACITY = frozenset(
     {
+        "InsufficientAddressCapacity",
         "InsufficientCapacity",
         "InsufficientCapacityOnHost",
         "InsufficientFreeAddressesInSubnet",
@@ -84,14 +86,26 @@ _CAPACITY = frozenset(
         "InsufficientInstanceCapacity",
         "InsufficientReservedInstanceCapacity",
         "InsufficientReservedInstancesCapacity",
+        "InsufficientVolumeCapacity",
         "InvalidInstanceType",  # not sold there: types come to regions one by one
         "ReservationCapacityExceeded",
         "UnfulfillableCapacity",
         "Unsupported",
+        "VolumeTypeNotAvailableInZone",
     }
 )
 _ACCOUNT = frozenset({"Blocked", "PendingVerification"})
-_BROKEN = frozenset({"InternalError", "InternalFailure", "RequestTimeout", "ServiceUnavailable", "Unavailable"})
+_BROKEN = frozenset(
+    {
+        "ConcurrentTagAccess",  # somebody else tags it just now
+        "InternalError",
+        "InternalFailure",
+        "RequestTimeout",
+        "ServerInternal",
+        "ServiceUnavailable",
+        "Unavailable",
+    }
+)
 # said under several codes: Unsupported, InvalidFleetConfiguration, InvalidParameterValue
 _NOT_SOLD = re.compile(r"not supported in your requested Availability Zone|instance types do not exist")
 _QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededException|LimitExceededException")
@@ -103,8 +117,10 @@ _KEYS = {
     "InvalidIamInstanceProfile": "instance_profile",
     "InvalidSecurityGroupID": "security_group_id",
     "InvalidSubnet": "subnet_ids",
+    "TagPolicyViolation": "tags",
 }
 _ORGANIZATION = "service control policy"  # in the words of a denial that comes from there
+_LOOK_S = 2.0
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
 _STATUS_SERVER = 500
 
@@ -136,6 +152,27 @@ def unless(codes: Collection[str], call: Callable[..., Any], **arguments: Any) -
         if code_of(error) in codes:
             return None
         raise
+
+
+def patiently(
+    call: Callable[[], Any],
+    codes: Collection[str],
+    within_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Any:
+    """The answer; AWS's errors of these codes are waited out, until `within_s` seconds are over. Then the last one is
+    raised."""
+    from botocore.exceptions import ClientError
+
+    deadline = clock() + within_s
+    while True:
+        try:
+            return call()
+        except ClientError as error:
+            if code_of(error) not in codes or clock() >= deadline:
+                raise
+        sleep(_LOOK_S)
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def _days(rules: list[dict[str, Any]], rule_id: str, where: dict[str, Any], acti
 
 
 def _rules(current: list[dict[str, Any]], wanted: Bucket) -> list[dict[str, Any]]:
-    """The lifecycle: others' rules as they are, and ours."""
+    """The lifecycle: others' rules, which mean what they did, and ours."""
     (uploads, after), (versions, days) = _UPLOADS, _VERSIONS
     ours = [
         _rule(_ABORT, _EVERYWHERE, **{uploads: {after: wanted.abort_uploads_days}}),
@@ -235,7 +235,14 @@ def _rules(current: list[dict[str, Any]], wanted: Bucket) -> list[dict[str, Any]
         _rule(_EXPIRE_PARTS, _PARTS, **{versions: {days: wanted.old_parts_days}}),
     ]
     ids = {rule["ID"] for rule in ours}
-    return [*(rule for rule in current if rule.get("ID") not in ids), *ours]
+    return [*(_filtered(rule) for rule in current if rule.get("ID") not in ids), *ours]
+
+
+def _filtered(rule: dict[str, Any]) -> dict[str, Any]:
+    """With its prefix in a filter: S3 takes no rule of the old form beside those of the new one."""
+    if "Prefix" not in rule:
+        return rule
+    return {**{key: rule[key] for key in rule if key != "Prefix"}, "Filter": {"Prefix": rule["Prefix"]}}
 
 
 def _rule(rule_id: str, where: dict[str, Any], **actions: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from pydantic.alias_generators import to_camel
 
 from mgpu.errors import InputError
 from mgpu.providers.aws import names
-from mgpu.providers.aws.failures import calling, code_of
+from mgpu.providers.aws.failures import calling, patiently
 from mgpu.providers.aws.session import Account
-
-_LOOK_S = 2.0
 
 
 def fixed(default: Any, description: str) -> Any:
@@ -92,16 +90,7 @@ class Site:
     def patiently(self, call: Callable[[], Any], codes: Collection[str], within_s: float | None = None) -> Any:
         """The answer; AWS's errors of these codes are waited out, until `within_s` seconds (default: `limit_s`) are
         over. Then the last one is raised."""
-        from botocore.exceptions import ClientError
-
-        deadline = self.clock() + (self.limit_s if within_s is None else within_s)
-        while True:
-            try:
-                return call()
-            except ClientError as error:
-                if code_of(error) not in codes or self.clock() >= deadline:
-                    raise
-            self.sleep(_LOOK_S)
+        return patiently(call, codes, self.limit_s if within_s is None else within_s, self.clock, self.sleep)
 
 
 class Manager(Protocol[T]):

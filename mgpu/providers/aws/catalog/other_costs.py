@@ -24,14 +24,15 @@ class _Prices(NamedTuple):
     io2_gib_month: float = 0.125
     io2_iops_month: tuple[tuple[int, float], ...] = ((32_000, 0.065), (64_000, 0.0455), (256_000, 0.03185))  # up to
     address_hour: float = 0.005
+    nat_gib: float = 0.045  # in either direction
     s3_gib_month: float = 0.023  # S3 Standard, the first 50 TB
     traffic_gib: float = 0.02  # out of the region; some regions ask several times as much
     near_traffic_gib: float = 0.01  # between us-east-1 and us-east-2
     internet_gib: float = 0.09  # out of AWS, the first 10 TB of a month
 
 
-# Of https://aws.amazon.com: /ebs/pricing/, /vpc/pricing/ (public IPv4 addresses), /s3/pricing/, /ec2/pricing/on-demand/
-# (data transfer), as known on AS_OF
+# Of https://aws.amazon.com: /ebs/pricing/, /vpc/pricing/ (public IPv4 addresses, NAT gateways), /s3/pricing/,
+# /ec2/pricing/on-demand/ (data transfer), as known on AS_OF
 PRICES = _Prices()
 AS_OF = "2026-11-24"
 OF = "us-east-1"
@@ -77,6 +78,9 @@ def other_costs(
     if options.address == "public":
         usd = needed.nodes * PRICES.address_hour
         yield Cost(what=f"public IPv4 addresses, {needed.nodes}", usd=usd, per="hour")
+    elif needed.stores:
+        unless = "" if store else ", unless a gateway endpoint leads to S3, which costs nothing"
+        yield Cost(what=f"data through a NAT gateway{unless}", usd=PRICES.nat_gib, per="GiB", estimate=True)
     yield from _traffic(needed, offer, region_of)
     if saves is not None and store:
         what = f"traffic to {store}, where that is outside of AWS"

@@ -59,10 +59,11 @@ _LINKED = {"ec2fleet.amazonaws.com": "AWSServiceRoleForEC2Fleet", "spot.amazonaw
 
 @dataclass(frozen=True)
 class Where:
-    """An account, and the regions that a policy is for (none: all)."""
+    """An account, and the regions that a policy is for (none: all of the partition that `home` is in)."""
 
     account: str
     regions: tuple[str, ...] = ()
+    home: str = ""
 
     def arn(self, service: str, resource: str, *, account: str | None = None) -> str:
         """The ARN of something regional, in all regions: what was rented in another one has to be ended there, too.
@@ -78,7 +79,7 @@ class Where:
         return f"{self._start('s3')}:::{names.bucket(self.account, '*')}{resource}"
 
     def _start(self, service: str) -> str:
-        return f"arn:{partition(self.regions[0] if self.regions else '')}:{service}"
+        return f"arn:{partition(self.regions[0] if self.regions else self.home)}:{service}"
 
     def within(self, condition: Document) -> Document:
         """The condition, and that the call is made in one of the regions."""
@@ -87,10 +88,10 @@ class Where:
         return {**condition, "StringEquals": {"aws:RequestedRegion": list(self.regions)}}
 
 
-def documents(account: str, regions: Iterable[str] = (), boundary: str = "") -> dict[str, Document]:
-    """The policies by name. `regions`: where machines may be; none: anywhere. `boundary`: the ARN of a policy that
-    every role of base has to be bounded by."""
-    where = Where(account, tuple(regions))
+def documents(account: str, regions: Iterable[str] = (), boundary: str = "", home: str = "") -> dict[str, Document]:
+    """The policies by name. `regions`: where machines may be; none: anywhere in the partition of region `home` (empty:
+    AWS's commercial regions). `boundary`: the ARN of a policy that every role of base has to be bounded by."""
+    where = Where(account, tuple(regions), home)
     made = {
         "machines": machines(where),
         "sessions": sessions(where),

@@ -15,13 +15,16 @@ from typing import Any
 
 from mgpu.errors import InputError
 from mgpu.providers.aws import names
-from mgpu.providers.aws.failures import calling, code_of, unless
+from mgpu.providers.aws.failures import calling, code_of, patiently, unless
 from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
 _POLICY = "run"
 _ABSENT = ("NoSuchEntity",)
+# what IAM says of a role, or a policy, that it has made a moment ago: also where a document names the role
+_NOT_YET = (*_ABSENT, "MalformedPolicyDocument")
+_SETTLE_S = 30.0
 _BOOTSTRAP = "Run `mgpu bootstrap aws` again: it makes what is missing, and changes nothing else."
 
 
@@ -63,9 +66,11 @@ def grant(
     home, name = account.home_region, names.run_role(run_id)
     iam = account.client("iam", home)
     with calling(f"giving run {run_id} its rights", home, scope="account"):
-        role = _role(iam, name) or _make(account, iam, name, run_id)
+        tags = {**options.tags, names.RUN: run_id}
+        role = _role(iam, name) or patiently(lambda: _make(account, iam, name, tags), _NOT_YET, _SETTLE_S)
         document = json.dumps(policies.run(home, reads, writes), separators=(",", ":"))
-        iam.put_role_policy(RoleName=name, PolicyName=_POLICY, PolicyDocument=document)
+        policy = {"RoleName": name, "PolicyName": _POLICY, "PolicyDocument": document}
+        patiently(lambda: iam.put_role_policy(**policy), _NOT_YET, _SETTLE_S)
     secret = role["AssumeRolePolicyDocument"]["Statement"][0]["Condition"]["StringEquals"]["sts:ExternalId"]
     return {"MGPU_STORE_ROLE": role["Arn"], "MGPU_STORE_EXTERNAL_ID": secret, "AWS_REGION": home}
 
@@ -96,7 +101,7 @@ def boundary_arn(account: Account) -> str:
     return f"arn:{policies.partition(account.home_region)}:iam::{account.id()}:policy/{names.RUN_BOUNDARY}"
 
 
-def _make(account: Account, iam: Any, name: str, run_id: str) -> Mapping[str, Any]:
+def _make(account: Account, iam: Any, name: str, tags: Mapping[str, str]) -> Mapping[str, Any]:
     trust = policies.run_trust(account.home_region, account.id(), secrets.token_hex(16))
     try:
         made = iam.create_role(
@@ -105,7 +110,7 @@ def _make(account: Account, iam: Any, name: str, run_id: str) -> Mapping[str, An
             AssumeRolePolicyDocument=json.dumps(trust),
             PermissionsBoundary=boundary_arn(account),
             Description="made by mgpu, for as long as its run lasts",
-            Tags=[{"Key": names.RUN, "Value": run_id}],
+            Tags=names.tag_list(tags),
         )["Role"]
     except Exception as error:
         found = _role(iam, name) if code_of(error) == "EntityAlreadyExists" else None

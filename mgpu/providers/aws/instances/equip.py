@@ -22,7 +22,8 @@ _AT_ONCE = 16  # calls in flight
 _QUOTA = "L-0263D0A3"  # of public addresses in a region; 5 where nobody has asked for more
 _IAM_S = 60.0  # until other services know of a new role
 _ENDED = ("shutting-down", "terminated")
-_STARTING = ("IncorrectInstanceState", "InvalidInstanceID")  # of a machine that is pending, or has just ended
+# of a machine that is pending, or has just ended; of one that has an address already, which EC2 did not list yet
+_NOT_YET = ("IncorrectInstanceState", "InvalidInstanceID", "Resource.AlreadyAssociated")
 
 
 def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float) -> None:
@@ -83,18 +84,21 @@ def _give_addresses(
     kill_switch: Callable[[str], None],
 ) -> None:
     ec2 = account.client("ec2", order.region)
-    rented = {
-        tags_of(each).get(names.RANK, ""): each
-        for each in listing.addresses(account, order.region, listing.tag_filters({names.TOKEN: order.token}))
-    }
+    found = listing.addresses(account, order.region, listing.tag_filters({names.TOKEN: order.token}))
+    # a call whose answer was lost has rented one more for a rank: the one in use counts
+    rented = {tags_of(each).get(names.RANK, ""): each for each in sorted(found, key=_is_used)}
 
     def give(rank: int, name: str) -> None:
         address = rented.get(str(rank)) or _rent(ec2, order, rank)
-        if not address.get("AssociationId"):
+        if not _is_used(address):
             kill_switch(address["AllocationId"])
             _associate(ec2, order, name, address["AllocationId"], _first_interface(order, name, shown))
 
     _each(give, ranks.items())
+
+
+def _is_used(address: Shown) -> bool:
+    return bool(address.get("AssociationId"))
 
 
 def _associate(ec2: Any, order: Order, name: str, address: str, interface: str) -> None:
@@ -104,7 +108,7 @@ def _associate(ec2: Any, order: Order, name: str, address: str, interface: str) 
         try:
             ec2.associate_address(AllocationId=address, NetworkInterfaceId=interface, AllowReassociation=False)
         except ClientError as error:
-            if code_of(error) not in _STARTING:
+            if code_of(error) not in _NOT_YET and not listing.is_absent(error):  # EC2 learns late of what is new
                 raise
             raise Transient(f"aws {order.region}: {name} cannot take an address yet", str(error), "Again.") from error
 

@@ -70,10 +70,11 @@ def disks(account: Account, region: str, filters: list[dict[str, Any]]) -> list[
 
 def templates(account: Account, region: str, name: str) -> dict[str, Any]:
     """EC2's answer about the launch template of this name, which may not exist."""
+    named = [{"Name": "launch-template-name", "Values": [name]}]
     with calling(f"looking for launch template {name}", region):
-        return account.client("ec2", region).describe_launch_templates(
-            Filters=[{"Name": "launch-template-name", "Values": [name]}]
-        )
+        pages = account.client("ec2", region).get_paginator("describe_launch_templates").paginate(Filters=named)
+        found = list(pages)  # EC2 gives 200 at a time, asked or not, and a page may have none that passes a filter
+    return {**found[-1], "LaunchTemplates": [each for page in found for each in page["LaunchTemplates"]]}
 
 
 def templates_of(account: Account, region: str, fleet: str) -> list[Shown]:

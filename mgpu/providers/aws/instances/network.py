@@ -73,8 +73,12 @@ def subnets(account: Account, options: Options, region: str) -> list[dict[str, A
 
 
 def group_of(account: Account, options: Options, region: str, vpc: str) -> str:
-    """The id of the nodes' security group in this network. Raises NoOffer: there is none; ProviderError."""
-    return options.security_group_id or account.once(("group", region, vpc), lambda: _group(account, region, vpc))
+    """The id of the nodes' security group in this network. Raises NoOffer: there is none, or that of the options is of
+    another region; ProviderError."""
+    if named := options.security_group_id:
+        account.once(("group", region, named), lambda: _require_group(account, region, named))
+        return named
+    return account.once(("group", region, vpc), lambda: _group(account, region, vpc))
 
 
 def require_roles(account: Account, options: Options, region: str) -> str:
@@ -158,14 +162,25 @@ def _default_vpc(account: Account, region: str) -> str:
     return answer["Vpcs"][0]["VpcId"]
 
 
+def _require_group(account: Account, region: str, group: str) -> None:
+    # not by its network: a group may be in several
+    if not _groups(account, region, {"group-id": group}):
+        why = "a security group exists in one region only"
+        raise _missing(f"{group} in {region}", why, "Mend `aws.security_group_id`, or set `regions` to where it is.")
+
+
 def _group(account: Account, region: str, vpc: str) -> str:
-    filters = [{"Name": "group-name", "Values": [names.SECURITY_GROUP]}, {"Name": "vpc-id", "Values": [vpc]}]
-    with calling("looking for the security group", region):
-        answer = account.client("ec2", region).describe_security_groups(Filters=filters)
-    ours = [each["GroupId"] for each in answer["SecurityGroups"] if names.BASE in tags_of(each)]
+    found = _groups(account, region, {"group-name": names.SECURITY_GROUP, "vpc-id": vpc})
+    ours = [each["GroupId"] for each in found if names.BASE in tags_of(each)]
     if not ours:
         raise _no_base(region, f"security group {names.SECURITY_GROUP} of ours in {vpc}", "security_group_id")
     return ours[0]
+
+
+def _groups(account: Account, region: str, by: dict[str, str]) -> list[dict[str, Any]]:
+    filters = [{"Name": name, "Values": [value]} for name, value in by.items()]
+    with calling("looking for the security group", region):
+        return account.client("ec2", region).describe_security_groups(Filters=filters)["SecurityGroups"]
 
 
 def _require_role(account: Account, region: str, what: str, name: str) -> None:

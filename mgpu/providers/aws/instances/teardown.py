@@ -25,14 +25,14 @@ from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle, Listing, NodePhase, as_one
 
 _BATCH = 1000  # machines that one TerminateInstances takes
-_CALLS = 100  # of TerminateInstances, before what EC2 refuses is halved no more
+_CALLS = 100  # of TerminateInstances, before what EC2 refuses without a name is halved no more
 _REGIONS_AT_ONCE = 16
 _T = TypeVar("_T")
 _PAUSES_S = (0.25, 0.5, 1.0)  # between two looks at a region that is busy
 _LIVING = ("pending", "running", "shutting-down", "stopping", "stopped")
 # answers about single machines that fail the call for all of them
-_PROTECTED = "OperationNotPermitted"
-_OF_ONE = ("IncorrectInstanceState", _PROTECTED, "UnauthorizedOperation")
+_PROTECTED, _DENIED = "OperationNotPermitted", "UnauthorizedOperation"
+_OF_ONE = ("IncorrectInstanceState", _PROTECTED, _DENIED)
 _UNPROTECT = (
     "Turn termination protection off (`aws ec2 modify-instance-attribute --no-disable-api-termination "
     "--instance-id {id} --region {region}`), and run `mgpu down` again."
@@ -106,7 +106,8 @@ def _asked_to_end(
 
 def _terminate(account: Account, region: str, ids: list[str]) -> dict[str, ProviderError]:
     """Asks EC2 to end machines, and says of those that it does not let go why. One bad id fails a whole call, so a call
-    that fails for its ids is made again in halves, until the bad ones stand alone."""
+    that fails for its ids is made again in two parts, those that EC2 names and the others, until the bad ones stand
+    alone. Where it names none, halves are the parts; so of a denial, which names one and is meant for most."""
     from botocore.exceptions import ClientError
 
     ec2, waiting = account.client("ec2", region), list(listing.in_batches(ids, _BATCH))
@@ -119,7 +120,10 @@ def _terminate(account: Account, region: str, ids: list[str]) -> dict[str, Provi
             cause = error.__cause__
             if not isinstance(cause, ClientError) or not (is_absent(cause) or code_of(cause) in _OF_ONE):
                 raise
-            if len(some) > 1 and len(waiting) < _CALLS:
+            named = [name for name in some if name in str(cause) and code_of(cause) != _DENIED]
+            if 0 < len(named) < len(some):
+                waiting += [named, [name for name in some if name not in named]]
+            elif len(some) > 1 and len(waiting) < _CALLS:
                 waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
             elif not is_absent(cause):
                 refused |= dict.fromkeys(some, error)

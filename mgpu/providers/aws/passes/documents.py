@@ -107,7 +107,7 @@ def policy(place: Place, wanted: Passes, which: str) -> Document:
 
 def _operator(place: Place, wanted: Passes) -> Iterator[Document]:
     """What whoever launches may do, through Session Manager, too; the backend, and the key of its secrets."""
-    where = operator_policies.Where(place.account)
+    where = operator_policies.Where(place.account, home=place.region)
     yield from operator_policies.machines(where)
     yield from operator_policies.sessions(where)
     bucket, prefix = policies.place(wanted.backend)

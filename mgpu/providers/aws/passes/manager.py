@@ -20,7 +20,7 @@ from mgpu.providers.aws.passes.resource import ROLES, Passes
 
 _LOOK_S = 2.0
 _SETTLE_S = 30.0  # until other services know a role that was just made
-_NOT_YET = ("ClientException", "ValidationException")  # what they say until then
+_NOT_YET = ("ClientException", "InvalidParameterException", "ValidationException")  # what they say until then
 _NO_CLUSTER = ("ClusterNotFoundException",)
 _AT_WORK = ("ClusterContainsTasksException", "UpdateInProgressException")
 _ABSENT = ("ResourceNotFoundException",)
@@ -109,7 +109,8 @@ class PassesManager:
         for which in ROLES:
             self._align_role(wanted, which)
         if not now.cluster_there:
-            self._ecs.create_cluster(clusterName=wanted.name)
+            # an account's first cluster makes ECS's own role, which ECS itself may know of too late
+            self.site.patiently(lambda: self._ecs.create_cluster(clusterName=wanted.name), _NOT_YET, _SETTLE_S)
         if now.log_days != wanted.log_days:
             self._align_log(wanted)
         if not now.task:

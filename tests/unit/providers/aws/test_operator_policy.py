@@ -148,6 +148,14 @@ def test_in_china_every_arn_is_of_that_partition():
     assert {arn.split(":")[1] for arn in arns if arn != "*"} == {"aws-cn"}
 
 
+@pytest.mark.parametrize("name", ["machines", "sessions", "base", "reservations", "passes"])
+def test_without_regions_an_account_of_govcloud_has_its_own_arns(name):
+    document = operator_policies.documents(ACCOUNT, home="us-gov-west-1")[name]
+    arns = [arn for each in document["Statement"] for arn in each["Resource"] if arn != "*"]
+    assert {arn.split(":")[1] for arn in arns} == {"aws-us-gov"}
+    assert len(json.dumps(document, separators=(",", ":"))) <= operator_policies.MOST_CHARACTERS
+
+
 def test_a_document_can_be_narrowed_to_what_somebody_lacks():
     whole = operator_policies.documents(ACCOUNT)["machines"]
     some = operator_policies.narrowed(whole, {"ec2:CreateFleet", "iam:PassRole"})

@@ -187,6 +187,15 @@ def test_public_addresses_are_billed_where_nodes_have_them():
         assert not [each for each in costs(address=address) if "IPv4" in each.what]
 
 
+@pytest.mark.parametrize("address", ["private", "ssm"])
+def test_without_a_public_address_what_goes_to_stores_may_have_a_price(address: str):
+    """A NAT gateway asks for it in either direction: checkpoints of 80 GiB every ten minutes are $500 a day."""
+    nat = the(costs(BASE, region="us-west-2", address=address), "NAT")
+    assert (nat.usd, nat.per, nat.estimate, nat.avoidable) == (0.045, "GiB", True, "")
+    assert "gateway endpoint" in nat.what
+    assert not [each for each in (*costs(BASE), *costs(address=address)) if "NAT" in each.what]
+
+
 @pytest.mark.parametrize(
     ("store", "usd"), [(THEIRS, PRICES.traffic_gib), ("s3://near", PRICES.near_traffic_gib)], ids=["far", "near"]
 )

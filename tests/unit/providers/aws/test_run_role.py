@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
-from mgpu.errors import InputError
-from mgpu.providers.aws import names
+from mgpu.errors import InputError, InvalidRequest
+from mgpu.providers.aws import failures, names
 from mgpu.providers.aws.iam import policies, run_role
 from mgpu.providers.aws.options import Options
 
@@ -107,3 +108,75 @@ def test_names_of_roles_fit_and_are_one_a_run():
     assert names.run_role("run-1") == "mgpu-run-1"
     assert len(names.run_role(long)) <= 64
     assert names.run_role(long) != names.run_role(long[:-1] + "b")
+
+
+class Made(Iam):
+    """Makes roles, and remembers how; `refused` are the errors that come first, by call."""
+
+    role: dict[str, Any] | None = None
+    document = ""
+
+    def __init__(self, *buckets: str) -> None:
+        super().__init__(*buckets)
+        self.refused = dict[str, list[str]]()
+
+    def refuse(self, call: str) -> None:
+        from botocore.exceptions import ClientError
+
+        if left := self.refused.get(call):
+            raise ClientError({"Error": {"Code": left.pop(), "Message": "words"}}, call)
+
+    def get_role(self, RoleName: str) -> dict[str, Any]:  # noqa: N803
+        from botocore.exceptions import ClientError
+
+        raise ClientError({"Error": {"Code": "NoSuchEntity", "Message": RoleName}}, "GetRole")
+
+    def create_role(self, **asked: Any) -> dict[str, Any]:
+        self.refuse("CreateRole")
+        self.role = asked
+        return {"Role": {"Arn": "arn:aws:iam::1:role/it"}}
+
+    def put_role_policy(self, **asked: Any) -> None:
+        self.refuse("PutRolePolicy")
+        self.document = asked["PolicyDocument"]
+
+
+def test_the_role_of_a_run_has_the_users_tags_which_a_policy_may_demand():
+    iam = Made("theirs")
+    options = Options.model_validate({"tags": {"CostCenter": "4711"}})
+    run_role.grant(Account(iam), options, "run-1", ["s3://theirs/x"], [])  # type: ignore[arg-type]
+    assert iam.role is not None
+    assert names.tag_list({"CostCenter": "4711", names.RUN: "run-1"}) == iam.role["Tags"]
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each wait was."""
+    waits = list[float]()
+    clock = {"clock": lambda: sum(waits), "sleep": waits.append}
+    monkeypatch.setattr(run_role, "patiently", functools.partial(failures.patiently, **clock))
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("CreateRole", "MalformedPolicyDocument"),  # "Invalid principal in policy": the nodes' role is new
+        ("CreateRole", "NoSuchEntity"),  # the boundary is
+        ("PutRolePolicy", "NoSuchEntity"),
+    ],
+)
+def test_a_launch_right_after_the_bootstrap_waits_for_iam(slept, call, code):
+    iam = Made("theirs")
+    iam.refused[call] = [code] * 3
+    run_role.grant(Account(iam), Options(), "run-1", ["s3://theirs/x"], [])  # type: ignore[arg-type]
+    assert "s3:GetObject" in iam.document
+    assert len(slept) == 3
+
+
+def test_what_iam_never_takes_is_told(slept):
+    iam = Made("theirs")
+    iam.refused["CreateRole"] = ["MalformedPolicyDocument"] * 1000
+    with pytest.raises(InvalidRequest, match="MalformedPolicyDocument"):
+        run_role.grant(Account(iam), Options(), "run-1", ["s3://theirs/x"], [])  # type: ignore[arg-type]
+    assert sum(slept) < 60
