@@ -17,6 +17,7 @@ from mgpu_train.data.images import open_splits
 from mgpu_train.errors import TrainError
 from mgpu_train.models.resnet import DEPTHS, ResNet
 from mgpu_train.parallel import Place
+from mgpu_train.strategies import memory
 from mgpu_train.strategies.initial import _prepare, synchronise, whole
 from mgpu_train.strategies.precision import POLICIES
 from mgpu_train.tasks.base import Layout
@@ -78,6 +79,24 @@ def test_batch_norms_of_ranks_that_see_other_images_are_one_in_validation_and_ch
     assert resumed.of("step", "loss") == whole.of("step", "loss")[3:]
     assert resumed.of("validation", "loss")[-1] == whole.of("validation", "loss")[-1]
     same_bits(*(each.home / "checkpoints" / "step-5" for each in (whole, resumed)))
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_batch_norms_count_a_batch_once_though_it_is_computed_again(how):
+    def trained(how: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, momentum=None))
+        model = nn.Sequential(block)
+        memory.save(model, Layout(("0",)), how)
+        for _ in range(3):
+            model(torch.randn(8, 3, 8, 8)).pow(3).sum().backward()
+        kept = {f"{name}'s gradient": each.grad for name, each in model.named_parameters() if each.grad is not None}
+        return {**kept, **dict(model.named_buffers())}
+
+    plain, again = trained("none"), trained(how)
+    assert plain["0.3.num_batches_tracked"] == 3
+    for name, each in plain.items():
+        assert torch.equal(again[name], each), name
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
