@@ -35,6 +35,7 @@ from mgpu_train.signals import SaveClock
 from mgpu_train.step import set_streams
 from mgpu_train.strategies import precision
 from mgpu_train.strategies.fsdp import Shards
+from mgpu_train.strategies.single import Single
 from mgpu_train.tasks.base import Layout, Loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -409,6 +410,21 @@ class TestBuffers:
         assert not any(torch.equal(each, last[name]) for name, each in first.items())
         assert last["1.norm.num_batches_tracked"] == 4
         assert all(each.isfinite().all() for each in last.values())
+
+    def test_what_a_task_computes_in_fp32_has_its_gradient_in_fp32(self):
+        """Torch's autocast would make the products of its backward pass of 16 bits, were it on there."""
+        torch.manual_seed(0)
+        model, weights, inputs = nn.Linear(64, 64), torch.randn(64, 64), torch.randn(64, 64)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> Loss:
+            with torch.autocast("cpu", enabled=False):
+                return Loss((model(batch) * weights).sum(), 1)
+
+        strategy: Any = Single(self.place, precision.POLICIES["bf16"])
+        task, optimizers = SimpleNamespace(loss=loss), optim.make(model, Layout(), TrainConfig())
+        given: Any = (task, model, strategy, optimizers)
+        Plain(*given, clip_norm=1.0, micro_batches=1, did=lambda: None).gradients([inputs])  # type: ignore[list-item]
+        assert torch.equal(model.weight.grad, weights.t() @ inputs)
 
     def test_the_pass_in_which_stages_meet_is_not_counted(self):
         from mgpu_train.engines.pipelined import Pipelined  # 0.3 s
