@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,15 +16,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from mgpu_train import engines
+from mgpu_train import engines, loop
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
+from mgpu_train.data.loader import Loader
+from mgpu_train.data.order import Slices
 from mgpu_train.engines.buffers import Buffers
 from mgpu_train.engines.fit import Fit
 from mgpu_train.engines.plain import Plain
 from mgpu_train.engines.scale import HIGHEST, LossScale
 from mgpu_train.environment import read_job
 from mgpu_train.errors import TrainError
+from mgpu_train.loop import Trainer
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
 from mgpu_train.metrics.sums import Sums
@@ -36,7 +40,7 @@ from mgpu_train.step import set_streams
 from mgpu_train.strategies import precision
 from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.strategies.single import Single
-from mgpu_train.tasks.base import Layout, Loss
+from mgpu_train.tasks.base import Batch, Layout, Loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -559,6 +563,51 @@ def test_a_strategys_own_engine_takes_no_pipeline_that_it_does_not_know(pipeline
         engines.of(strategy)
     strategy.engine = None
     assert engines.of(strategy).__name__ == "Pipelined"
+
+
+class Numbered:
+    """Samples that are their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, samples: Sequence[int], _seeds: Sequence[int]) -> Batch:
+        return {"x": torch.tensor(samples)}
+
+
+@pytest.mark.parametrize("micro", [None, 1, 3])
+@pytest.mark.parametrize(("samples", "times"), [(20, 1), (9, 1), (2, 1), (24, 1), (100, 1), (1, 2)])
+def test_a_validation_counts_no_sample_twice_but_where_there_is_less_than_one_a_rank(
+    monkeypatch, samples, times, micro
+):
+    monkeypatch.setattr(loop, "exchange", lambda _place, seen, _wishes: seen)
+    config = TrainConfig(global_batch=8, validate_batches=3)
+    parts = list[list[int]]()
+    passes = set[int]()
+
+    def evaluate(batches: Iterable[Batch | None]) -> Any:
+        made = list(batches)
+        assert made[0] is not None
+        passes.add(len(made))
+        parts.append([int(number) for batch in made if batch is not None for number in batch["x"]])
+        return SimpleNamespace(means=lambda _: {}, vector=torch.zeros(0))
+
+    for rank in (0, 1):
+        trainer: Any = Trainer.__new__(Trainer)
+        trainer.config, trainer.slices = config, Slices(8, micro, rank, 2)
+        trainer.place = SimpleNamespace(copy=rank, dp_size=2, pipeline=1)
+        trainer.loader, trainer.task = Loader(torch.device("cpu"), 1), SimpleNamespace(derived=lambda _: {})
+        trainer.validation_data = Numbered(samples)
+        trainer.engine = SimpleNamespace(evaluate=evaluate)
+        trainer._means(stoppable=False)
+        trainer.loader.close()
+    seen = sorted(parts[0] + parts[1])
+    assert len(seen) == min(24, times * samples)
+    assert len(set(seen)) == len(seen) // times
+    assert len(passes) == 1, "ranks wait for each other in each pass"
 
 
 class TestPatience:

@@ -254,7 +254,12 @@ class Training(Model):
     )
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
     validate_every: int = Field(100, ge=1, description="optimizer steps between validations")
-    validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
+    validate_batches: int = Field(
+        8,
+        ge=1,
+        description="global batches per validation, always the same ones; where there are fewer samples, each of them "
+        "once",
+    )
     early_stopping: EarlyStopping | None = Field(
         None, description="training ends when validation has stopped getting better (default: at the last step)"
     )
