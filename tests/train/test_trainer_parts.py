@@ -37,10 +37,10 @@ from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.step import set_streams
-from mgpu_train.strategies import precision
+from mgpu_train.strategies import initial, precision
 from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.strategies.single import Single
-from mgpu_train.tasks.base import Batch, Layout, Loss
+from mgpu_train.tasks.base import Batch, Layout, Loss, Task
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,6 +107,25 @@ def test_what_is_handed_from_block_to_block_has_the_types_of_the_policy(low, bet
         logits = model(torch.zeros(1, 8, dtype=torch.long))
     assert seen == [between] * TINY.layers
     assert logits.dtype == (low or torch.float32)
+
+
+def test_a_model_begins_as_validations_leave_it_since_a_resume_may_begin_without_one():
+    class Quiet(Task):
+        """Whose library makes models that draw nothing, as `from_pretrained` does."""
+
+        def data(self, split: Any) -> Any: ...
+
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+
+        def initialise(self, model: nn.Module) -> None:
+            model[0].reset_parameters()  # type: ignore[index]
+
+        def loss(self, model: nn.Module, batch: Batch) -> Loss: ...
+
+    place: Any = SimpleNamespace(device=torch.device("cpu"), parted=False, context=1, copies=1)
+    model, _ = initial.spread(Single(place, precision.POLICIES["fp32"]), Quiet(None), TrainConfig())
+    assert all(each.training for each in model.modules())
 
 
 class TestLearningRate:
