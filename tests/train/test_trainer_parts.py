@@ -449,6 +449,21 @@ class TestBuffers:
         Plain(*given, clip_norm=1.0, micro_batches=1, did=lambda: None).gradients([inputs])  # type: ignore[list-item]
         assert torch.equal(model.weight.grad, weights.t() @ inputs)
 
+    def test_stages_go_back_through_it_in_fp32_too(self, monkeypatch):
+        from mgpu_train.engines.pipelined import Stage  # 0.3 s
+
+        seen = list[tuple[int, bool]]()
+        monkeypatch.setattr(
+            Stage.__base__,
+            "backward_one_chunk",
+            lambda _, number, *, last_backward: seen.append((number, torch.is_autocast_enabled("cpu"))),
+        )
+        stage = Stage.__new__(Stage)
+        stage.device = torch.device("cpu")
+        with torch.autocast("cpu", torch.bfloat16):
+            stage.backward_one_chunk(3, last_backward=True)
+        assert seen == [(3, False)]
+
     def test_the_pass_in_which_stages_meet_is_not_counted(self):
         from mgpu_train.engines.pipelined import Pipelined  # 0.3 s
 
