@@ -332,6 +332,19 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path, make, size, message):
         open_splits(str(tmp_path), size)
 
 
+def test_a_grey_image_of_16_bits_keeps_the_upper_ones_and_one_of_32_is_refused(tmp_path):
+    """X-rays and depths come so, and would be white all over."""
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    for split, label in (("train", "a"), ("val", "a")):
+        (tmp_path / split / label).mkdir(parents=True)
+        Image.fromarray(grey).save(tmp_path / split / label / "1.png")
+    training, _ = open_splits(str(tmp_path), 8)
+    assert np.array_equal(training.read(0), np.broadcast_to(grey >> 8, (3, 8, 8)))
+    Image.fromarray(grey.astype(np.float32)).save(tmp_path / "train" / "a" / "1.png", "TIFF")
+    with pytest.raises(TrainError, match=r"1.png has pixels of 32 bits \(mode F\)"):
+        training.read(0)
+
+
 def test_an_image_that_cannot_be_read_is_named(tmp_path):
     folders(tmp_path, "train", "val")
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"no image")
