@@ -245,7 +245,9 @@ class Training(Model):
         "file (default: warm-up, and a cosine)",
     )
     warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
+    weight_decay: float = Field(
+        0.1, ge=0, description="on what has two dimensions or more (matrices, kernels, tables): on no bias and no gain"
+    )
     ema: float | None = Field(
         None,
         gt=0,
@@ -266,7 +268,10 @@ class Training(Model):
     log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
     threads: int | None = Field(None, ge=1, description="CPU threads per process (default: the cores shared out)")
     loader_threads: int | None = Field(
-        None, ge=1, description="threads per process that make batches (default: the cores that are left, at most 8)"
+        None,
+        ge=1,
+        description="threads per process that make batches (default: 1; with GPUs half of the process's cores, at most "
+        "8)",
     )
     max_skipped: int = Field(
         5,
