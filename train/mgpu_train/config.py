@@ -180,7 +180,9 @@ class EarlyStopping(Model):
     metric: MetricName = Field("loss", description="which value of the validations is watched, by the task's name")
     patience: int = Field(5, ge=1, description="validations in a row without a better value, after which training ends")
     min_delta: float = Field(0.0, ge=0, description="what is less than this better is not better")
-    mode: BestMode = Field("min", description="min: smaller is better; max: larger")
+    mode: BestMode = Field(
+        "min", description="min: smaller is better; max: larger; needed with what is called accuracy"
+    )
 
 
 class Training(Model):
@@ -359,7 +361,10 @@ class Retention(Model):
     best_metric: MetricName = Field(
         default="validation_loss", description="which value is compared: one of the checkpoint's meta.json"
     )
-    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
+    best_mode: BestMode = Field(
+        default="min",
+        description="min: the smallest value is the best; max: the largest; needed with what is called accuracy",
+    )
 
 
 class CheckpointTarget(Retention):
