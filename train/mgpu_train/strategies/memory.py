@@ -56,7 +56,7 @@ def _counted_once(contexts: Contexts, norms: Sequence[BatchNorm]) -> tuple[Conte
 @contextmanager
 def _counted(norms: Sequence[BatchNorm], again: Context) -> Iterator[None]:
     """Batch norms have the batch in their statistics already: a second time it would weigh about twice as much."""
-    kept = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    kept = [(norm, norm.momentum, norm.get_buffer("num_batches_tracked").clone()) for norm in norms]
     try:
         for norm in norms:
             norm.momentum = 0.0
@@ -65,7 +65,7 @@ def _counted(norms: Sequence[BatchNorm], again: Context) -> Iterator[None]:
     finally:
         for norm, momentum, count in kept:
             norm.momentum = momentum
-            norm.num_batches_tracked.copy_(count)
+            norm.get_buffer("num_batches_tracked").copy_(count)
 
 
 def _policy(_context: object, operation: object, *_given: object, **_named: object) -> CheckpointPolicy:
