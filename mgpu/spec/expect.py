@@ -42,8 +42,11 @@ class Expectation(Block):
 
     def direction(self, metric: str) -> Better | None:
         """Whether lower or higher is better; None: neither the run file nor the name says it."""
-        if self.better is not None:
-            return self.better
-        if metric.endswith(_HIGHER):
-            return "higher"
-        return "lower" if metric.endswith(_LOWER) else None
+        return self.better or by_name(metric)
+
+
+def by_name(metric: str) -> Better | None:
+    """Which value of a metric is the better one, as far as its name says it."""
+    if metric.endswith(_HIGHER):
+        return "higher"
+    return "lower" if metric.endswith(_LOWER) else None

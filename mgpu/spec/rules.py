@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from mgpu.spec import command
 from mgpu.spec import sink as sinks
 from mgpu.spec.block import MOST_HOURS
-from mgpu.spec.expect import OF_THE_RUN
+from mgpu.spec.expect import OF_THE_RUN, by_name
 from mgpu.spec.gpus import capability_of
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import ANY, DEFAULT_EVERY_STEPS, Checkpoint, PhaseTimeouts, RunSpec
@@ -354,6 +354,22 @@ def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
         yield from _best(spec.train, spec.checkpoint)
 
 
+def _directions(spec: RunSpec) -> Iterator[Mistake]:
+    """The default is that less is better, which would keep the worst, and end what gets better."""
+    kept, ended = spec.checkpoint, spec.train and spec.train.early_stopping
+    if isinstance(kept, Checkpoint) and kept.keep_best is not None and "best_mode" not in kept.model_fields_set:
+        yield from _direction(("checkpoint", "best_mode"), kept.best_metric, ("checkpoint", "best_metric"))
+    if ended and "mode" not in ended.model_fields_set:
+        at = "train", "early_stopping"
+        yield from _direction((*at, "mode"), ended.metric, (*at, "metric"))
+
+
+def _direction(at: Where, metric: str, named: Where) -> Iterator[Mistake]:
+    if by_name(metric) == "higher":
+        message = f"is needed: by its name more of `{metric}` is better (max), and min is the default"
+        yield Mistake(at, message, (named,))
+
+
 def _best(train: TrainConfig, kept: Checkpoint) -> Iterator[Mistake]:
     """What checkpoints of the bundled trainer can be compared by."""
     metric = kept.best_metric
@@ -491,6 +507,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _command,
     _repeats,
     _checkpoint,
+    _directions,
     _data,
     _setup,
     _outputs,

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,15 +16,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from mgpu_train import engines
+from mgpu_train import engines, loop
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
+from mgpu_train.data.loader import Loader
+from mgpu_train.data.order import Slices
 from mgpu_train.engines.buffers import Buffers
 from mgpu_train.engines.fit import Fit
 from mgpu_train.engines.plain import Plain
 from mgpu_train.engines.scale import HIGHEST, LossScale
 from mgpu_train.environment import read_job
 from mgpu_train.errors import TrainError
+from mgpu_train.loop import Trainer
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
 from mgpu_train.metrics.sums import Sums
@@ -33,9 +37,10 @@ from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.step import set_streams
-from mgpu_train.strategies import precision
+from mgpu_train.strategies import initial, precision
 from mgpu_train.strategies.fsdp import Shards
-from mgpu_train.tasks.base import Layout, Loss
+from mgpu_train.strategies.single import Single
+from mgpu_train.tasks.base import Batch, Layout, Loss, Task
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,6 +107,25 @@ def test_what_is_handed_from_block_to_block_has_the_types_of_the_policy(low, bet
         logits = model(torch.zeros(1, 8, dtype=torch.long))
     assert seen == [between] * TINY.layers
     assert logits.dtype == (low or torch.float32)
+
+
+def test_a_model_begins_as_validations_leave_it_since_a_resume_may_begin_without_one():
+    class Quiet(Task):
+        """Whose library makes models that draw nothing, as `from_pretrained` does."""
+
+        def data(self, split: Any) -> Any: ...
+
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+
+        def initialise(self, model: nn.Module) -> None:
+            model[0].reset_parameters()  # type: ignore[index]
+
+        def loss(self, model: nn.Module, batch: Batch) -> Loss: ...
+
+    place: Any = SimpleNamespace(device=torch.device("cpu"), parted=False, context=1, copies=1)
+    model, _ = initial.spread(Single(place, precision.POLICIES["fp32"]), Quiet(None), TrainConfig())
+    assert all(each.training for each in model.modules())
 
 
 class TestLearningRate:
@@ -410,6 +434,36 @@ class TestBuffers:
         assert last["1.norm.num_batches_tracked"] == 4
         assert all(each.isfinite().all() for each in last.values())
 
+    def test_what_a_task_computes_in_fp32_has_its_gradient_in_fp32(self):
+        """Torch's autocast would make the products of its backward pass of 16 bits, were it on there."""
+        torch.manual_seed(0)
+        model, weights, inputs = nn.Linear(64, 64), torch.randn(64, 64), torch.randn(64, 64)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> Loss:
+            with torch.autocast("cpu", enabled=False):
+                return Loss((model(batch) * weights).sum(), 1)
+
+        strategy: Any = Single(self.place, precision.POLICIES["bf16"])
+        task, optimizers = SimpleNamespace(loss=loss), optim.make(model, Layout(), TrainConfig())
+        given: Any = (task, model, strategy, optimizers)
+        Plain(*given, clip_norm=1.0, micro_batches=1, did=lambda: None).gradients([inputs])  # type: ignore[list-item]
+        assert torch.equal(model.weight.grad, weights.t() @ inputs)
+
+    def test_stages_go_back_through_it_in_fp32_too(self, monkeypatch):
+        from mgpu_train.engines.pipelined import Stage  # 0.3 s
+
+        seen = list[tuple[int, bool]]()
+        monkeypatch.setattr(
+            Stage.__base__,
+            "backward_one_chunk",
+            lambda _, number, *, last_backward: seen.append((number, torch.is_autocast_enabled("cpu"))),
+        )
+        stage = Stage.__new__(Stage)
+        stage.device = torch.device("cpu")
+        with torch.autocast("cpu", torch.bfloat16):
+            stage.backward_one_chunk(3, last_backward=True)
+        assert seen == [(3, False)]
+
     def test_the_pass_in_which_stages_meet_is_not_counted(self):
         from mgpu_train.engines.pipelined import Pipelined  # 0.3 s
 
@@ -543,6 +597,51 @@ def test_a_strategys_own_engine_takes_no_pipeline_that_it_does_not_know(pipeline
         engines.of(strategy)
     strategy.engine = None
     assert engines.of(strategy).__name__ == "Pipelined"
+
+
+class Numbered:
+    """Samples that are their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, samples: Sequence[int], _seeds: Sequence[int]) -> Batch:
+        return {"x": torch.tensor(samples)}
+
+
+@pytest.mark.parametrize("micro", [None, 1, 3])
+@pytest.mark.parametrize(("samples", "times"), [(20, 1), (9, 1), (2, 1), (24, 1), (100, 1), (1, 2)])
+def test_a_validation_counts_no_sample_twice_but_where_there_is_less_than_one_a_rank(
+    monkeypatch, samples, times, micro
+):
+    monkeypatch.setattr(loop, "exchange", lambda _place, seen, _wishes: seen)
+    config = TrainConfig(global_batch=8, validate_batches=3)
+    parts = list[list[int]]()
+    passes = set[int]()
+
+    def evaluate(batches: Iterable[Batch | None]) -> Any:
+        made = list(batches)
+        assert made[0] is not None
+        passes.add(len(made))
+        parts.append([int(number) for batch in made if batch is not None for number in batch["x"]])
+        return SimpleNamespace(means=lambda _: {}, vector=torch.zeros(0))
+
+    for rank in (0, 1):
+        trainer: Any = Trainer.__new__(Trainer)
+        trainer.config, trainer.slices = config, Slices(8, micro, rank, 2)
+        trainer.place = SimpleNamespace(copy=rank, dp_size=2, pipeline=1)
+        trainer.loader, trainer.task = Loader(torch.device("cpu"), 1), SimpleNamespace(derived=lambda _: {})
+        trainer.validation_data = Numbered(samples)
+        trainer.engine = SimpleNamespace(evaluate=evaluate)
+        trainer._means(stoppable=False)
+        trainer.loader.close()
+    seen = sorted(parts[0] + parts[1])
+    assert len(seen) == min(24, times * samples)
+    assert len(set(seen)) == len(seen) // times
+    assert len(passes) == 1, "ranks wait for each other in each pass"
 
 
 class TestPatience:

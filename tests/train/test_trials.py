@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from mgpu_train.agent.machine import ports, procs
 from mgpu_train.config import Job, TrialResults
+from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.trials import part
-from mgpu_train.trials.__main__ import _of_all
+from mgpu_train.trials.__main__ import WARM_UP, Conductor, _of_all
 from mgpu_train.trials.lr_range import curve, suggested
 from mgpu_train.trials.part import Part, Ranks
 from waiting import until
@@ -103,6 +104,15 @@ def test_a_smoke_run_ends_where_it_first_breaks_and_says_so_on_node_0(tmp_path: 
     assert last.startswith("[trials]: TrainError: it breaks with 2 nodes, 2 processes: ")
     assert "two are too many" in last
     assert not (tmp_path / "1" / "trials.json").exists()
+
+
+@pytest.mark.parametrize(("purpose", "made"), [("smoke", 5), ("lr-range", 5), ("tune", 5 + WARM_UP)])
+def test_steps_that_are_not_measured_are_made_where_speeds_are_compared_alone(purpose, made):
+    told = Job.model_validate(job({"purpose": purpose, "steps": 5, "tries": [{"name": "x"}]}, train={"steps": 100}))
+    assert told.trials is not None
+    train = Conductor(told, told.trials, MetricLines(None, 0))._of(told.trials.tries[0]).train
+    assert train is not None
+    assert (train.steps, train.validate_every) == (made, made)
 
 
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, count: int = 2) -> Ranks:

@@ -17,6 +17,7 @@ from mgpu_train.data.images import open_splits
 from mgpu_train.errors import TrainError
 from mgpu_train.models.resnet import DEPTHS, ResNet
 from mgpu_train.parallel import Place
+from mgpu_train.strategies import memory
 from mgpu_train.strategies.initial import _prepare, synchronise, whole
 from mgpu_train.strategies.precision import POLICIES
 from mgpu_train.tasks.base import Layout
@@ -78,6 +79,24 @@ def test_batch_norms_of_ranks_that_see_other_images_are_one_in_validation_and_ch
     assert resumed.of("step", "loss") == whole.of("step", "loss")[3:]
     assert resumed.of("validation", "loss")[-1] == whole.of("validation", "loss")[-1]
     same_bits(*(each.home / "checkpoints" / "step-5" for each in (whole, resumed)))
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_batch_norms_count_a_batch_once_though_it_is_computed_again(how):
+    def trained(how: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, momentum=None))
+        model = nn.Sequential(block)
+        memory.save(model, Layout(("0",)), how)
+        for _ in range(3):
+            model(torch.randn(8, 3, 8, 8)).pow(3).sum().backward()
+        kept = {f"{name}'s gradient": each.grad for name, each in model.named_parameters() if each.grad is not None}
+        return {**kept, **dict(model.named_buffers())}
+
+    plain, again = trained("none"), trained(how)
+    assert plain["0.3.num_batches_tracked"] == 3
+    for name, each in plain.items():
+        assert torch.equal(again[name], each), name
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -311,6 +330,19 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path, make, size, message):
     make(tmp_path)
     with pytest.raises(TrainError, match=message):
         open_splits(str(tmp_path), size)
+
+
+def test_a_grey_image_of_16_bits_keeps_the_upper_ones_and_one_of_32_is_refused(tmp_path):
+    """X-rays and depths come so, and would be white all over."""
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    for split, label in (("train", "a"), ("val", "a")):
+        (tmp_path / split / label).mkdir(parents=True)
+        Image.fromarray(grey).save(tmp_path / split / label / "1.png")
+    training, _ = open_splits(str(tmp_path), 8)
+    assert np.array_equal(training.read(0), np.broadcast_to(grey >> 8, (3, 8, 8)))
+    Image.fromarray(grey.astype(np.float32)).save(tmp_path / "train" / "a" / "1.png", "TIFF")
+    with pytest.raises(TrainError, match=r"1.png has pixels of 32 bits \(mode F\)"):
+        training.read(0)
 
 
 def test_an_image_that_cannot_be_read_is_named(tmp_path):

@@ -180,7 +180,9 @@ class EarlyStopping(Model):
     metric: MetricName = Field("loss", description="which value of the validations is watched, by the task's name")
     patience: int = Field(5, ge=1, description="validations in a row without a better value, after which training ends")
     min_delta: float = Field(0.0, ge=0, description="what is less than this better is not better")
-    mode: BestMode = Field("min", description="min: smaller is better; max: larger")
+    mode: BestMode = Field(
+        "min", description="min: smaller is better; max: larger; needed with what is called accuracy"
+    )
 
 
 class Training(Model):
@@ -245,7 +247,9 @@ class Training(Model):
         "file (default: warm-up, and a cosine)",
     )
     warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
+    weight_decay: float = Field(
+        0.1, ge=0, description="on what has two dimensions or more (matrices, kernels, tables): on no bias and no gain"
+    )
     ema: float | None = Field(
         None,
         gt=0,
@@ -254,14 +258,22 @@ class Training(Model):
     )
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
     validate_every: int = Field(100, ge=1, description="optimizer steps between validations")
-    validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
+    validate_batches: int = Field(
+        8,
+        ge=1,
+        description="global batches per validation, always the same ones; where there are fewer samples, each of them "
+        "once",
+    )
     early_stopping: EarlyStopping | None = Field(
         None, description="training ends when validation has stopped getting better (default: at the last step)"
     )
     log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
     threads: int | None = Field(None, ge=1, description="CPU threads per process (default: the cores shared out)")
     loader_threads: int | None = Field(
-        None, ge=1, description="threads per process that make batches (default: the cores that are left, at most 8)"
+        None,
+        ge=1,
+        description="threads per process that make batches (default: 1; with GPUs half of the process's cores, at most "
+        "8)",
     )
     max_skipped: int = Field(
         5,
@@ -349,7 +361,10 @@ class Retention(Model):
     best_metric: MetricName = Field(
         default="validation_loss", description="which value is compared: one of the checkpoint's meta.json"
     )
-    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
+    best_mode: BestMode = Field(
+        default="min",
+        description="min: the smallest value is the best; max: the largest; needed with what is called accuracy",
+    )
 
 
 class CheckpointTarget(Retention):

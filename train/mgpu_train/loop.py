@@ -308,8 +308,9 @@ class Trainer:
         return self.loader.read(self.data, self.order.__getitem__, wanted)
 
     def _validate(self, *, stoppable: bool = False) -> None:
-        """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
-        pass is larger than one of training: it would not fit into the memory of a GPU that training fills.
+        """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data, or on each
+        of them once. No forward pass is larger than one of training: it would not fit into the memory of a GPU that
+        training fills.
 
         A `stoppable` one is left when any rank is asked to stop: the checkpoint that is to be made may have no time to
         wait for its end. Whoever resumes from that owes it."""
@@ -338,10 +339,14 @@ class Trainer:
 
     def _means(self, stoppable: bool) -> dict[str, float]:
         """Of the model as it is. Raises _Asked: on all ranks, if it is `stoppable` and a stop was asked for."""
-        config, samples = self.config, len(self.validation_data)
+        config, samples, size = self.config, len(self.validation_data), self.config.global_batch
         set_streams(config.seed, 0, self.place.copy)
-        wanted = config.validate_batches * config.global_batch
-        positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
+        wanted = config.validate_batches * size
+        if self.place.pipeline == 1:  # else micro-batches are all of one size, and some samples count twice
+            wanted = min(wanted, max(samples, self.place.dp_size))  # one for each replica at least
+        parts = ((first, min(size, wanted - first)) for first in range(0, wanted, size))
+        slices = (replace(self.slices, global_batch=count).of(first) for first, count in parts)
+        positions = chain.from_iterable(slices)
         batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)
         waited_s = self.loader.waited_s
         try:

@@ -106,12 +106,18 @@ class Files:
 
 
 def _decoded(source: Path | BinaryIO, name: str, size: int) -> np.ndarray:
-    """Raises TrainError: it is no image."""
+    """In color, of 8 bits: the upper ones of 16. Raises TrainError: it is no image, or none of so few bits."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(source) as image:
-            return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))).transpose(2, 0, 1)
+            if image.mode in ("I", "F"):
+                raise TrainError(f"the image {name} has pixels of 32 bits (mode {image.mode}): make them bytes")
+            if image.mode.startswith("I;16"):  # Pillow would make all that is above 255 white
+                whole = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            else:
+                whole = image.convert("RGB")
+            return np.asarray(ImageOps.fit(whole, (size, size))).transpose(2, 0, 1)
     except (OSError, UnidentifiedImageError) as error:
         raise TrainError(f"cannot read the image {name}: {error}") from error
 

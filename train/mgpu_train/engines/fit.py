@@ -178,7 +178,9 @@ class Fit:
             assert batch is not None  # noqa: S101 - there are samples in it
             for reduce in (shards,) if whole else (False, shards):
                 with self._strategy.forward_pass(self._model, reduce=reduce):
-                    self._task.loss(self._model, batch).total.backward()
+                    total = self._task.loss(self._model, batch).total
+                    with torch.autocast(total.device.type, enabled=False):  # as in a step
+                        total.backward()
                 self._did()
             return self._memory.most()
         except (RuntimeError, MemoryError, OSError) as error:  # of torch.OutOfMemoryError is its GPU allocator alone

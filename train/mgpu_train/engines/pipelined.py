@@ -32,7 +32,7 @@ class Pipelined(Plain):
             raise TrainError(f"`train.pipeline_parallel` needs PyTorch 2.15, and this is {torch.__version__}")
         self._first, self._last = place.stage == 0, place.stage == place.pipeline - 1
         self._group = place.mesh["pipeline"].get_group()
-        stage = PipelineStage(self.model, place.stage, place.pipeline, place.device, group=self._group)
+        stage = Stage(self.model, place.stage, place.pipeline, place.device, group=self._group)
         self._schedule = Schedule1F1B(stage, self._count, self._loss_of, scale_grads=False)
         self._batches: list[Batch] = []
         self._losses: dict[int, Loss] = {}  # by micro-batch
@@ -122,6 +122,15 @@ class Pipelined(Plain):
         squared = norm_of(self.model).square()
         distributed.all_reduce(squared, group=self._group)
         return squared.sqrt()
+
+
+class Stage(PipelineStage):
+    """Torch's own, whose backward pass would be within the autocast of the forward one."""
+
+    def backward_one_chunk(self, *given: Any, **named: Any) -> None:
+        """What was computed in float32 goes back in it."""
+        with torch.autocast(self.device.type, enabled=False):
+            super().backward_one_chunk(*given, **named)
 
 
 class _Answers(nn.Module):

@@ -53,7 +53,9 @@ class Plain(Engine):
                 if self._scale is not None:
                     self._scale.begin(loss.weight)
                     total = self._scale.up(total)
-                self._backward(total)
+                # what was computed in float32 goes back in it: autocast would make products of 16 bits of that
+                with torch.autocast(total.device.type, enabled=False):
+                    self._backward(total)
             sums.add(loss)
             self._did()
         return sums

@@ -83,6 +83,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
 
 def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, strategy: Strategy) -> nn.Module:
     place = strategy.place
+    model.train()  # as each validation leaves it: a resume may begin without one
     if place.context > 1:
         context.share(model, task, place)
     if strategy.policy.fp8:

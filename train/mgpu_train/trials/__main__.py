@@ -92,7 +92,7 @@ class Conductor:
     def _of(self, trial: Trial) -> Job:
         """What the ranks of a trial are told."""
         of_rates = self._trials.purpose == "lr-range"
-        steps = self._trials.steps + (0 if of_rates else WARM_UP)
+        steps = self._trials.steps + (WARM_UP if self._trials.purpose == "tune" else 0)
         short: dict[str, Any] = {
             "steps": steps,
             "log_every": 1,
