@@ -501,6 +501,7 @@ class InspectedAll(Result):
     """`mgpu image inspect` of a sweep whose runs have several images, or one in several places."""
 
     images: list[dict[str, Any]] = Field(description="what is said of one, of each")
+    failures: list[dict[str, Any]] = Field([], description="errors of those that cannot be looked at")
 
 
 class Bases(Result):
