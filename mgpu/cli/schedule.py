@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from mgpu.backend import location
 from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
@@ -375,7 +376,8 @@ def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
     console = Console(as_json=as_json)
     if way == "aws":
         return _uninstall_at_aws(console)
-    found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
+    with location.using(location.configured().url):  # all of it may have been moved elsewhere
+        found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
     with wiring.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
@@ -480,6 +482,8 @@ def _caller(way: str | None, every: float | None, *, asked: bool = False) -> Cal
         raise InputError(
             "by what is it to be called?", f"One of {ways} says it.", "See `mgpu schedule install --help`."
         )
+    if asked and way in callers.OF_A_CI:
+        callers.require_bucket(f"--{way}")
     return callers.WAYS[way](every or _EVERY_S[way], callers.Needs.asked() if asked else callers.Needs())
 
 

@@ -184,7 +184,6 @@ def cron(every_s: float, needs: Needs) -> Caller:
 
 def github(every_s: float, needs: Needs) -> Caller:
     """A workflow of the repository in the present folder."""
-    require_bucket("--github")
     names = [*dict.fromkeys((*(() if at_aws() else AWS_KEYS[:2]), *needs.variables))]
     refused = [name for name in names if name.startswith("GITHUB_") and name != _THE_WORKFLOWS]
     theirs = [name for name in names if name not in (*refused, _THE_WORKFLOWS)]
@@ -224,7 +223,6 @@ def github(every_s: float, needs: Needs) -> Caller:
 
 def gitlab(every_s: float, needs: Needs) -> Caller:
     """A job of the repository in the present folder, for a pipeline schedule."""
-    require_bucket("--gitlab")
     aws = at_aws()
     names = dict.fromkeys((PASSPHRASE, *(() if aws else AWS_KEYS[:2]), *needs.variables))
     job = {
@@ -247,6 +245,7 @@ def gitlab(every_s: float, needs: Needs) -> Caller:
 
 
 WAYS = {"systemd": systemd, "cron": cron, "github": github, "gitlab": gitlab}
+OF_A_CI = ("github", "gitlab")  # they need a bucket
 
 _THE_PASSPHRASE = "The passphrase of the backend"  # noqa: S105  the name of a step
 PASSPHRASE = "MGPU_PASSPHRASE"  # noqa: S105  the name of a secret; empty where a key encrypts instead

@@ -163,6 +163,25 @@ def test_what_calls_passes_can_be_taken_back_when_the_backend_is_gone(bucket: Pa
     assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
 
 
+@pytest.mark.parametrize("way", ["cron", "systemd"])
+def test_what_calls_passes_of_a_folder_that_was_moved_can_be_taken_back(user: Path, way: str):
+    assert mgpu("schedule", "install", f"--{way}", "--yes").return_value == 0
+    script = paths.config_dir() / "mgpu-reconcile.sh"
+    assert script.exists()
+    (location.current().root / location.MOVED).write_text(BUCKET)
+    assert "was moved to" in str(mgpu("schedule", "install", f"--{way}", "--yes").exception)
+    assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
+    assert not script.exists()
+
+
+@pytest.mark.parametrize(("way", "name"), [("github", ".github/workflows/mgpu.yml"), ("gitlab", ".gitlab/mgpu.yml")])
+def test_a_ci_is_taken_back_when_the_backend_is_no_bucket_any_more(user: Path, way: str, name: str):
+    Path(name).parent.mkdir(parents=True)
+    Path(name).write_text("of when it was one\n")
+    assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
+    assert not Path(name).exists()
+
+
 def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
     (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
     (user / "broken").touch()
