@@ -62,7 +62,7 @@ class Backend(Result):
 
 
 class Run(Result, RunView):
-    """`mgpu launch`, `run`, `attach`, `stop`, `down`: the run as it is then."""
+    """`mgpu launch`, `run`, `submit`, `attach`, `stop`, `down`, `queue mv`, `queue rm`: the run as it is then."""
 
 
 class Status(Run):
@@ -505,6 +505,6 @@ class InspectedAll(Result):
 
 
 class Bases(Result):
-    """`mgpu bootstrap`."""
+    """`mgpu bootstrap aws`."""
 
     regions: list[dict[str, Any]] = Field(description="`account`, `region`; what was made, or `destroyed`")

@@ -64,8 +64,8 @@ class RunView(Value):
     reason: str | None = Field(description="why it ended, or what it waits for")
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
     stop_reason: str | None = Field(
-        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its budget "
-        "(max_usd), the month's (`mgpu limits`), its own deadline"
+        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, budget "
+        "(its max_usd), month (`mgpu limits`), deadline (its own max_hours); null: none"
     )
     exit_code: int | None = Field(description="of the command that supervised its end")
     as_expected: bool | None = Field(
