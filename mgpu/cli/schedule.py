@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -303,6 +304,11 @@ def _code_of(spec: RunSpec, code_from: str | None) -> GitCode | None:
         why = "The code is in the image." if spec.own_code else "The bundled trainer has no code of yours."
         raise InputError("--code-from has nothing to fetch", why, "Leave it out.")
     source = GitCode.of(code_from)
+    address = urlsplit(source.url)
+    if address.scheme == "https" and "@" in address.netloc:  # a token, as pip is given one
+        why = "It would stand in the backend, in what commands print and in messages."
+        cure = f"Leave it out: `git` itself asks ~/.netrc or a credential helper for what opens {address.hostname}."
+        raise InputError("--code-from has a user, or a password, in its address", why, cure)
     with source.at(source.commit()) as folder:
         require_files(spec, folder, str(source))
     return source
