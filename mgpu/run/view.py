@@ -160,3 +160,10 @@ class RunView(Value):
             "checkpoint_step": known(record.checkpoint_step),
         }
         return cls.model_validate(plain | shown)
+
+
+def resumes(record: Record, *, kept: bool) -> str:
+    """The command that goes on with a run from its newest checkpoint; `kept`: on the machines that it has kept, which
+    have to be given back before it gets others."""
+    on = f"run{record.file_argument} --stack {record.stack}" if kept else f"launch{record.file_argument}"
+    return f"mgpu {on} --resume {record.run_id}"

@@ -97,10 +97,12 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
     def lines(path):
         return closing.next_lines(record(run_file=str(path), **kept), resume=True)
 
-    assert any(line.startswith("mgpu launch --resume a-1") for line in lines(tmp_path / "sub" / "mgpu.yaml"))
-    assert any(
-        line.startswith("mgpu launch other.yaml --resume a-1") for line in lines(tmp_path / "sub" / "other.yaml")
-    )
+    other, on = tmp_path / "sub" / "other.yaml", "--stack a-1 --resume a-1 "
+    assert any(line.startswith(f"mgpu run {on}") for line in lines(tmp_path / "sub" / "mgpu.yaml"))
+    assert any(line.startswith(f"mgpu run other.yaml {on}") for line in lines(other))
+    assert not any("launch" in line for line in lines(other)), "its machines would have to be given back before"
+    gone = closing.next_lines(record(run_file=str(other), **kept | {"teardown": "confirmed"}), resume=True)
+    assert any(line.startswith("mgpu launch other.yaml --resume a-1 ") for line in gone)
     assert any(line.startswith("mgpu run ../mgpu.yaml --stack a-1") for line in lines(tmp_path / "mgpu.yaml"))
     blank = tmp_path / "sub" / "my run.yaml"
     assert any(line.startswith("mgpu run 'my run.yaml' --stack a-1") for line in lines(blank))
