@@ -259,7 +259,7 @@ def run_now(name: str, as_json: bool) -> int:
         after = by_hand(found, kept.run_of, now - ahead_s)
         if after.history[-1].outcome is Outcome.SKIPPED:
             why = f"{after.history[-1].reason[:1].upper()}{after.history[-1].reason[1:]}."
-            cure = f"Wait for it, or `mgpu stop {_busy(after)}`"
+            cure = f"Wait for it, or {_end_of(_busy(after))[1]}"
             if after.paused and after.if_running is not IfRunning.SKIP:
                 cure += f"; or `mgpu schedule resume {name}`, and this again"
             raise InputError(f"schedule {name} is not started", why, f"{cure}.")
@@ -283,8 +283,10 @@ def rm(name: str, as_json: bool) -> int:
         if as_json:  # there is nothing to show of it
             raise
     if run := (found and _busy(_settled(replace(found, paused=True), 0.0))) or _owing(name):
-        cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
-        raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
+        over, how = _end_of(run)
+        left = "has something left to give back" if over else "is not over"
+        cure = f"End it first: {how}; `mgpu schedule pause {name}` starts no other."
+        raise InputError(f"schedule {name} is not removed: run {run} {left}", "Its code is kept there.", cure)
     kept.remove(found) if found else kept.remove_damaged(name)
     console.say(f"schedule {name} is removed")
     if found and as_json:
@@ -510,6 +512,16 @@ def _owing(name: str) -> str:
 
     runs = (each for each in every() if each.schedule == name)
     return next((each.run_id for each in runs if not each.settled or each.teardown == "kept"), "")
+
+
+def _end_of(run_id: str) -> tuple[bool, str]:
+    """Whether a run is over, and what ends it, or gives back what it has left."""
+    from mgpu.schedule import kept
+
+    record = kept.run_of(run_id)
+    if record is None:
+        return False, f"`mgpu reconcile` submits it, and `mgpu stop {run_id}` ends it then"
+    return record.state.final, f"`mgpu {'down' if record.state.final else 'stop'} {run_id}`"
 
 
 def _settled(found: Schedule, ahead_s: float) -> Schedule:

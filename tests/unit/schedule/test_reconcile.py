@@ -524,7 +524,9 @@ def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_r
     assert nights.outcomes == ["running"]
     assert "schedule mars cannot be read here" in mgpu("schedule", "ls").stderr
     save = nights.world.record("mars-1125-abcde", state=State.RUNNING, schedule="mars")
-    assert "run mars-1125-abcde is not over" in str(mgpu("schedule", "rm", "mars").exception)
+    works = str(mgpu("schedule", "rm", "mars").exception)
+    assert "run mars-1125-abcde is not over" in works
+    assert "`mgpu stop mars-1125-abcde`" in works
     record.write(replace(save, state=State.STOPPED, schedule="mars"))
     assert mgpu("schedule", "rm", "mars").return_value == 0
     assert [each.name for each in (place / "schedules").iterdir()] == ["nightly.json"]
@@ -776,7 +778,10 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert json.loads(mgpu("schedule", "run-now", "it", "--json").stdout)["history"][0]["outcome"] == "starting"
     again = mgpu("schedule", "run-now", "it").exception
     assert "was not over" in str(again)
-    assert "is not over" in str(mgpu("schedule", "rm", "it").exception)
+    taken = str(mgpu("schedule", "rm", "it").exception)
+    assert "is not over" in taken
+    assert "`mgpu reconcile` submits it" in taken, "there is no run that could be stopped"
+    assert "`mgpu reconcile` submits it" in str(again)
     shown = mgpu("reconcile", "--dry-run", "--json").stdout
     assert json.loads(shown)["runs"][0]["why"] == "queued"
     assert record.every() == [], "it was only looked"
@@ -785,8 +790,11 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert "succeeded" in mgpu("schedule", "show", "it").stdout
     (run,) = record.every()
     assert run.machines == "new"
-    record.write(replace(run, teardown="asked"))
-    assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
+    for teardown in ("asked", "kept"):
+        record.write(replace(run, teardown=teardown))
+        owed = str(mgpu("schedule", "rm", "it").exception)
+        assert f"run {run.run_id} has something left to give back" in owed
+        assert f"`mgpu down {run.run_id}`" in owed
     record.write(run)
     assert mgpu("schedule", "rm", "it").return_value == 0
     assert (kept.every().schedules, len(record.every())) == ({}, 1)
