@@ -62,8 +62,9 @@ def when(at: float) -> str:
 
 
 def clock(at: float) -> str:
-    """A time of day, from UNIX seconds."""
-    return time.strftime("%H:%M", time.localtime(at))
+    """A time of day, from UNIX seconds; with its date where that is not today's."""
+    then, now = time.localtime(at), time.localtime(time.time())
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
 
 def _left(console: Console, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,15 @@ def test_one_validation_is_told_once():
     assert once["validation loss"] == "5.5000"
     twice = dict(closing.summary(record(metrics={"validation_loss": 2.25}, first_metrics={"validation_loss": 5.5})))
     assert twice["validation loss"] == "2.2500 (first 5.5000)"
+
+
+def test_an_end_on_another_day_is_told_with_its_date(monkeypatch):
+    begins = time.mktime((2026, 11, 27, 14, 0, 0, 0, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: begins)
+    ends = [closing.clock(begins + hours * 3600) for hours in (5, 29)]
+    assert ends == ["19:00", "2026-11-28 19:00"]
+    kept = record(teardown="kept", price_usd_per_hour=0.06, lease_until=begins + 29 * 3600)
+    assert "until 2026-11-28 19:00" in closing.machines(kept)
 
 
 @pytest.mark.parametrize(("state", "told"), [(State.STOPPED, True), (State.FAILED, True), (State.SUCCEEDED, False)])
