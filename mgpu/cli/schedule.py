@@ -352,6 +352,8 @@ def install(
     from mgpu.schedule import kubernetes
 
     _require_sense(way, namespace=namespace, image=image, permissions_boundary=permissions_boundary)
+    if every == 0:
+        raise InputError("--every 0", "A pass begins some time after the one before.", "Give that time: `--every 5m`.")
     console = Console(as_json=as_json)
     if way == "aws":
         return _install_at_aws(console, every or _EVERY_S[way], image, permissions_boundary or "", dry_run, yes)

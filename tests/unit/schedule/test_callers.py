@@ -233,6 +233,11 @@ def test_periods_that_cron_can_say(every: str, fields: str, user: Path):
         assert "is no period of cron" in str(said.exception)
 
 
+def test_no_time_between_two_passes_is_none(user: Path):
+    said = mgpu("schedule", "install", "--systemd", "--every", "0", "--dry-run").exception
+    assert "--every 0" in str(said), "and not as often as usual"
+
+
 @pytest.mark.parametrize("way", [["--github"], ["--gitlab"], ["--kubernetes", "--image", "hub/mgpu:1"], ["--aws"]])
 def test_other_machines_need_a_bucket(user: Path, way: list[str]):
     assert "is a folder of this machine" in str(mgpu("schedule", "install", *way, "--yes").exception)

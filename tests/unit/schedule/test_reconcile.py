@@ -749,6 +749,11 @@ def mgpu(*args: str) -> Any:
     return CliRunner().invoke(cli, args, standalone_mode=False)
 
 
+@pytest.mark.parametrize("two", [("--dry-run", "--watch"), ("--dry-run", "--for", "5m"), ("--for", "5m", "--watch")])
+def test_who_only_looks_or_goes_on_for_a_time_says_one_of_both(world, two):
+    assert "not both" in str(mgpu("reconcile", *two).exception)
+
+
 def test_a_schedule_from_the_command_line(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     assert isinstance(mgpu("schedule", "add", "--cron", "0 2 * * *").exception, InputError), "nobody has agreed"
