@@ -375,9 +375,10 @@ def at_aws() -> bool:
 
 
 def region() -> str:
-    """The backend's, at AWS."""
+    """The backend's, at AWS: as its client takes it."""
     given = dict(parse_qsl(urlsplit(location.current().url).query))
-    return given.get("region") or os.environ.get("AWS_REGION") or "us-east-1"
+    known = (given.get("region"), os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
+    return next(filter(None, known), "us-east-1")
 
 
 def as_yaml(option: str, *documents: object) -> str:

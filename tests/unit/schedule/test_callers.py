@@ -307,6 +307,18 @@ def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert not path.exists()
 
 
+def test_without_a_region_in_the_backends_address_it_is_that_of_its_client(bucket: Path, monkeypatch):
+    known = location.current()
+    monkeypatch.setattr(callers.location, "current", lambda: replace(known, url="s3://team/runs"))
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    assert callers.region() == "us-east-1"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert callers.region() == "eu-west-1"
+    monkeypatch.setenv("AWS_REGION", "eu-north-1")
+    assert callers.region() == "eu-north-1"
+
+
 def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")
     told = mgpu("schedule", "install", "--gitlab", "--every", "1h", "--yes")
