@@ -78,13 +78,16 @@ class Backend:
     def _store(self, address: str) -> Store:
         from mgpu_train.store import open_store
 
+        from mgpu.context import timeouts
+
         given = dict(parse_qsl(urlsplit(self.url).query))
         ours = {ours: given[theirs] for theirs, ours in _SETTINGS.items() if theirs in given}
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | ours
-        key = (address, *environment.items())
+        times = None if self.folder else timeouts()
+        key = (address, times, *environment.items())
         if key not in _stores:  # each has connections, and perhaps a process
             with self.asking("opened"):
-                _stores[key] = open_store(key[0], environment)
+                _stores[key] = open_store(address, environment, timeouts=times)
         return _stores[key]
 
     @contextmanager
@@ -132,12 +135,12 @@ def _told_of_silence(address: str, what: str) -> Iterator[None]:
 
 def _say_silence(tell: Callable[[str], None], address: str, what: str) -> None:
     global _said_at
-    from mgpu_train.timeouts import Timeouts
+    from mgpu.context import timeouts
 
     if time.monotonic() - _said_at < _SAID_EVERY_S:
         return
     _said_at = time.monotonic()
-    times = Timeouts()  # type: ignore[call-arg]
+    times = timeouts()
     # failing requests are repeated for `store_retry_s`, and the last round of them may take as long, and a read's time
     most_s = 2 * times.store_retry_s + times.store_connect_s + times.store_read_s
     tell(f"the backend {address} is still being {what}; no request waits longer than {most_s:.0f} s for an answer")

@@ -36,7 +36,7 @@ def show(as_json: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @parameters.json_option
 def move(url: str, yes: bool, as_json: bool) -> None:
-    """Move all of this folder's backend to URL: a bucket and prefix that are empty, or a folder.
+    """Move all of this folder's backend to URL: a bucket and prefix, or a folder, that is empty.
 
     Records, logs, code, and the state of stacks are copied and read back. From then on nothing begins at the old one,
     whose files stay. If it is cut off, do it again.

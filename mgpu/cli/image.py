@@ -12,7 +12,7 @@ import click
 from mgpu import paths
 from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
-from mgpu.errors import ImageError, InputError
+from mgpu.errors import ImageError, InputError, MgpuError
 from mgpu.spec.image import Platform
 from mgpu.words import amount
 
@@ -139,24 +139,27 @@ def _push(console: Console, images: list[tuple[ImageSpec, Site]]) -> None:
     help="Which one of REFERENCE's.",
 )  # fmt: skip
 @parameters.json_option
-def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> None:
+def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> int:
     """Show the digest, labels and layers of an image, and which drivers and GPUs it runs on.
 
     REFERENCE is repository:tag or repository@sha256:...; without one it is the image of the run file. The registry is
     asked; the Docker engine only for what no registry has. Of a sweep the images of all its runs are shown.
     """
-    console = Console(as_json=as_json)
+    console, failures = Console(as_json=as_json), list[MgpuError]()
     with console.waiting("asking the registry"):
-        shown = [_named(reference, platform)] if reference else _of_run_file(run_file)
+        shown = [_named(reference, platform)] if reference else _of_run_file(run_file, failures)
     if as_json:
         from mgpu.cli import results
 
-        console.result(results.Inspected(**shown[0]) if len(shown) == 1 else results.InspectedAll(images=shown))
-        return
-    for index, each in enumerate(shown):
-        if index:
-            console.text("")
-        _show(console, each)
+        told = [each.to_json() for each in failures]
+        alone = len(shown) == 1 and not told
+        console.result(results.Inspected(**shown[0]) if alone else results.InspectedAll(images=shown, failures=told))
+    else:
+        for index, each in enumerate(shown):
+            if index:
+                console.text("")
+            _show(console, each)
+    return max((wiring.exit_with(console, error) for error in failures), default=0)
 
 
 def _show(console: Console, shown: dict[str, Any]) -> None:
@@ -197,8 +200,18 @@ def _of_run(run_file: Path, spec: RunSpec, repository: str | None = None) -> tup
     return image, place.site(image, run_file.resolve().parent, provider_for(spec), spec.regions, os.environ)
 
 
-def _of_run_file(run_file: Path) -> list[dict[str, Any]]:
-    return [_of_spec(run_file, spec, site) for spec, site in _of_all_runs(run_file)]
+def _of_run_file(run_file: Path, failures: list[MgpuError]) -> list[dict[str, Any]]:
+    """Those that can be looked at; of several, `failures` gets why another one cannot. Raises MgpuError: the only one
+    cannot."""
+    found, images = list[dict[str, Any]](), _of_all_runs(run_file)
+    for spec, site in images:
+        try:
+            found.append(_of_spec(run_file, spec, site))
+        except MgpuError as error:
+            if len(images) == 1:
+                raise
+            failures.append(error)
+    return found
 
 
 def _of_spec(run_file: Path, spec: ImageSpec, site: Site) -> dict[str, Any]:

@@ -43,8 +43,9 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     from mgpu.schedule.reconcile import Reconciler
     from mgpu.sinks.delivery import Delivery, of_record, tell_again
 
-    if watch and watch_s is not None:
-        raise InputError("either --for or --watch is given, not both", "", "Give one of them.")
+    given = {"--dry-run": dry_run, "--for": watch_s is not None, "--watch": watch}
+    if len(names := [name for name, each in given.items() if each]) > 1:
+        raise InputError(f"either {' or '.join(names)} is given, not both", "", "Give one of them.")
     console = Console(as_json=as_json)
     delivery = Delivery(console.emit)
 

@@ -62,7 +62,7 @@ class Backend(Result):
 
 
 class Run(Result, RunView):
-    """`mgpu launch`, `run`, `attach`, `stop`, `down`: the run as it is then."""
+    """`mgpu launch`, `run`, `submit`, `attach`, `stop`, `down`, `queue mv`, `queue rm`: the run as it is then."""
 
 
 class Status(Run):
@@ -501,9 +501,10 @@ class InspectedAll(Result):
     """`mgpu image inspect` of a sweep whose runs have several images, or one in several places."""
 
     images: list[dict[str, Any]] = Field(description="what is said of one, of each")
+    failures: list[dict[str, Any]] = Field([], description="errors of those that cannot be looked at")
 
 
 class Bases(Result):
-    """`mgpu bootstrap`."""
+    """`mgpu bootstrap aws`."""
 
     regions: list[dict[str, Any]] = Field(description="`account`, `region`; what was made, or `destroyed`")

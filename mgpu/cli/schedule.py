@@ -10,9 +10,11 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
+from mgpu.backend import location
 from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
@@ -257,7 +259,7 @@ def run_now(name: str, as_json: bool) -> int:
         after = by_hand(found, kept.run_of, now - ahead_s)
         if after.history[-1].outcome is Outcome.SKIPPED:
             why = f"{after.history[-1].reason[:1].upper()}{after.history[-1].reason[1:]}."
-            cure = f"Wait for it, or `mgpu stop {_busy(after)}`"
+            cure = f"Wait for it, or {_end_of(_busy(after))[1]}"
             if after.paused and after.if_running is not IfRunning.SKIP:
                 cure += f"; or `mgpu schedule resume {name}`, and this again"
             raise InputError(f"schedule {name} is not started", why, f"{cure}.")
@@ -281,8 +283,10 @@ def rm(name: str, as_json: bool) -> int:
         if as_json:  # there is nothing to show of it
             raise
     if run := (found and _busy(_settled(replace(found, paused=True), 0.0))) or _owing(name):
-        cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
-        raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
+        over, how = _end_of(run)
+        left = "has something left to give back" if over else "is not over"
+        cure = f"End it first: {how}; `mgpu schedule pause {name}` starts no other."
+        raise InputError(f"schedule {name} is not removed: run {run} {left}", "Its code is kept there.", cure)
     kept.remove(found) if found else kept.remove_damaged(name)
     console.say(f"schedule {name} is removed")
     if found and as_json:
@@ -302,6 +306,11 @@ def _code_of(spec: RunSpec, code_from: str | None) -> GitCode | None:
         why = "The code is in the image." if spec.own_code else "The bundled trainer has no code of yours."
         raise InputError("--code-from has nothing to fetch", why, "Leave it out.")
     source = GitCode.of(code_from)
+    address = urlsplit(source.url)
+    if address.scheme == "https" and "@" in address.netloc:  # a token, as pip is given one
+        why = "It would stand in the backend, in what commands print and in messages."
+        cure = f"Leave it out: `git` itself asks ~/.netrc or a credential helper for what opens {address.hostname}."
+        raise InputError("--code-from has a user, or a password, in its address", why, cure)
     with source.at(source.commit()) as folder:
         require_files(spec, folder, str(source))
     return source
@@ -343,6 +352,8 @@ def install(
     from mgpu.schedule import kubernetes
 
     _require_sense(way, namespace=namespace, image=image, permissions_boundary=permissions_boundary)
+    if every == 0:
+        raise InputError("--every 0", "A pass begins some time after the one before.", "Give that time: `--every 5m`.")
     console = Console(as_json=as_json)
     if way == "aws":
         return _install_at_aws(console, every or _EVERY_S[way], image, permissions_boundary or "", dry_run, yes)
@@ -375,7 +386,8 @@ def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
     console = Console(as_json=as_json)
     if way == "aws":
         return _uninstall_at_aws(console)
-    found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
+    with location.using(location.configured().url):  # all of it may have been moved elsewhere
+        found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
     with wiring.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
@@ -480,6 +492,8 @@ def _caller(way: str | None, every: float | None, *, asked: bool = False) -> Cal
         raise InputError(
             "by what is it to be called?", f"One of {ways} says it.", "See `mgpu schedule install --help`."
         )
+    if asked and way in callers.OF_A_CI:
+        callers.require_bucket(f"--{way}")
     return callers.WAYS[way](every or _EVERY_S[way], callers.Needs.asked() if asked else callers.Needs())
 
 
@@ -500,6 +514,16 @@ def _owing(name: str) -> str:
 
     runs = (each for each in every() if each.schedule == name)
     return next((each.run_id for each in runs if not each.settled or each.teardown == "kept"), "")
+
+
+def _end_of(run_id: str) -> tuple[bool, str]:
+    """Whether a run is over, and what ends it, or gives back what it has left."""
+    from mgpu.schedule import kept
+
+    record = kept.run_of(run_id)
+    if record is None:
+        return False, f"`mgpu reconcile` submits it, and `mgpu stop {run_id}` ends it then"
+    return record.state.final, f"`mgpu {'down' if record.state.final else 'stop'} {run_id}`"
 
 
 def _settled(found: Schedule, ahead_s: float) -> Schedule:

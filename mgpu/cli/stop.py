@@ -19,7 +19,11 @@ LOOK_EVERY_S = 0.2
 @click.command()
 @parameters.run_argument
 @parameters.json_option
-@click.option("--wait/--no-wait", default=True, help="Wait until the machines are gone (default), or return at once.")
+@click.option(
+    "--wait/--no-wait",
+    default=True,
+    help="Wait until the machines are gone (default), or return at once, where somebody supervises it.",
+)
 def stop(run: str, as_json: bool, wait: bool) -> int:
     """Ask RUN (default: the newest) to save a checkpoint and end; its machines go as the run file says.
 

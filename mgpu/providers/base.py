@@ -527,14 +527,15 @@ def of_each(items: Iterable[_T], ask: Callable[[_T], _R]) -> list[_R]:
 
 
 def as_one(failed: Sequence[ProviderError]) -> ProviderError:
-    """The first of these errors, with the words of the others; one that passes comes before others, because the same
-    call is made again after it."""
+    """The first of these errors, with the words of the others and the longest `retry_after`; one that passes comes
+    before others, because the same call is made again after it."""
     first = next((error for error in failed if isinstance(error, Transient | RateLimited)), failed[0])
     others = [error for error in failed if error is not first]
     lines = list(dict.fromkeys(": ".join(filter(None, (error.what, error.why))) for error in others))
     more = [f"and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else []
     first.why = "\n".join(filter(None, (first.why, *lines[:_TOLD], *more)))
     steps = list(dict.fromkeys(filter(None, (error.next_step for error in (first, *others)))))
+    first.retry_after = max((error.retry_after for error in failed if error.retry_after is not None), default=None)
     first.next_step = " ".join(steps[: _TOLD + 1])
     return first
 

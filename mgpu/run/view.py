@@ -64,8 +64,8 @@ class RunView(Value):
     reason: str | None = Field(description="why it ended, or what it waits for")
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
     stop_reason: str | None = Field(
-        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its budget "
-        "(max_usd), the month's (`mgpu limits`), its own deadline"
+        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, budget "
+        "(its max_usd), month (`mgpu limits`), deadline (its own max_hours); null: none"
     )
     exit_code: int | None = Field(description="of the command that supervised its end")
     as_expected: bool | None = Field(
@@ -160,3 +160,10 @@ class RunView(Value):
             "checkpoint_step": known(record.checkpoint_step),
         }
         return cls.model_validate(plain | shown)
+
+
+def resumes(record: Record, *, kept: bool) -> str:
+    """The command that goes on with a run from its newest checkpoint; `kept`: on the machines that it has kept, which
+    have to be given back before it gets others."""
+    on = f"run{record.file_argument} --stack {record.stack}" if kept else f"launch{record.file_argument}"
+    return f"mgpu {on} --resume {record.run_id}"

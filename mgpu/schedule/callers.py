@@ -184,7 +184,6 @@ def cron(every_s: float, needs: Needs) -> Caller:
 
 def github(every_s: float, needs: Needs) -> Caller:
     """A workflow of the repository in the present folder."""
-    require_bucket("--github")
     names = [*dict.fromkeys((*(() if at_aws() else AWS_KEYS[:2]), *needs.variables))]
     refused = [name for name in names if name.startswith("GITHUB_") and name != _THE_WORKFLOWS]
     theirs = [name for name in names if name not in (*refused, _THE_WORKFLOWS)]
@@ -224,7 +223,6 @@ def github(every_s: float, needs: Needs) -> Caller:
 
 def gitlab(every_s: float, needs: Needs) -> Caller:
     """A job of the repository in the present folder, for a pipeline schedule."""
-    require_bucket("--gitlab")
     aws = at_aws()
     names = dict.fromkeys((PASSPHRASE, *(() if aws else AWS_KEYS[:2]), *needs.variables))
     job = {
@@ -247,6 +245,7 @@ def gitlab(every_s: float, needs: Needs) -> Caller:
 
 
 WAYS = {"systemd": systemd, "cron": cron, "github": github, "gitlab": gitlab}
+OF_A_CI = ("github", "gitlab")  # they need a bucket
 
 _THE_PASSPHRASE = "The passphrase of the backend"  # noqa: S105  the name of a step
 PASSPHRASE = "MGPU_PASSPHRASE"  # noqa: S105  the name of a secret; empty where a key encrypts instead
@@ -376,9 +375,10 @@ def at_aws() -> bool:
 
 
 def region() -> str:
-    """The backend's, at AWS."""
+    """The backend's, at AWS: as its client takes it."""
     given = dict(parse_qsl(urlsplit(location.current().url).query))
-    return given.get("region") or os.environ.get("AWS_REGION") or "us-east-1"
+    known = (given.get("region"), os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
+    return next(filter(None, known), "us-east-1")
 
 
 def as_yaml(option: str, *documents: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, time, timedelta
 from functools import cached_property
 from itertools import takewhile
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -83,10 +83,10 @@ class Times:
         return datetime.fromtimestamp(at, self._zone).strftime("%a %m-%d %H:%M")
 
     def change(self, at: float) -> str:
-        """What the clocks of the zone do in the day before this time; empty: nothing."""
-        now = datetime.fromtimestamp(at, self._zone)
-        before = datetime.fromtimestamp(at - 86400, self._zone)
-        moved = (now.utcoffset() or timedelta()) - (before.utcoffset() or timedelta())
+        """What the clocks of the zone do on the day of this time, from one midnight to the next; empty: nothing."""
+        begins = datetime.combine(datetime.fromtimestamp(at, self._zone), time(), self._zone)
+        ends = begins + timedelta(days=1)  # by the calendar, however many hours that is
+        moved = (ends.utcoffset() or timedelta()) - (begins.utcoffset() or timedelta())
         if not moved:
             return ""
         minutes = abs(int(moved.total_seconds())) // 60

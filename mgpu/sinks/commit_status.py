@@ -68,8 +68,10 @@ class CommitStatus(Telling):
         self._url = f"{api}{self.place(path)}/statuses/{code.ref}"
 
     def prepare(self) -> None:
-        """Raises ValueError: the variable is not set here."""
+        """Raises ValueError: the variable is not set here, or no header can have its value."""
         self._token = value_of(self._variable)
+        if not (self._token.isascii() and self._token.isprintable()):  # http.client's own error shows all of it
+            raise ValueError(f"{self._variable} holds a line end, or something else that is in no token")
 
     @abstractmethod
     def api(self, host: str) -> str:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import jsonschema
 import pytest
 from mgpu_train.agent.status.status import AgentStatus, Fault, Phase
 from mgpu_train.config import Job, Secrets
 from pydantic import BaseModel, ValidationError
 
+from mgpu.cli import cli
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan.model import Plan
 
@@ -267,6 +270,28 @@ def test_the_page_is_what_the_models_say(writer, name):
 def test_the_page_has_what_every_command_prints(writer):
     named = {" ".join((each.__doc__ or "").split()) for each in writer._subclasses(writer.results.Result)}
     assert [each for each in named if f"\n### {each.removesuffix('.')}\n" not in page("json.md")] == []
+
+
+def test_the_page_names_every_command_that_prints_json():
+    named = set[str]()
+    for head in re.findall(r"^### .*$", page("json.md"), re.MULTILINE):
+        words = list[str]()
+        for each in re.findall(r"`(?:mgpu )?([^`]+)`", head):  # `mgpu schedule add`, `show`: of the same group
+            words = [*(words[:-1] if " " not in each else ()), *each.split()]
+            named.add(" ".join(words))
+    others = {"logs", "spec"}  # the page's beginning says what they print
+    assert {name for name in commands_with_json(cli, ()) if name not in others} - named == set()
+
+
+def commands_with_json(command: click.Command, path: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands_with_json(below, (*path, name))
+    elif any("--json" in option.opts for option in command.params):
+        yield " ".join(path)
 
 
 def test_the_schema_file_is_what_mgpu_spec_prints():

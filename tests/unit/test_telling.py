@@ -454,6 +454,15 @@ def test_a_commit_has_the_status_of_its_run_once(told, service, status, host, pa
     assert "canary" not in written + warned(told)
 
 
+@pytest.mark.parametrize("host", ["github", "gitlab"])
+@pytest.mark.parametrize("token", ["canary-5ecret\n", "canary-5ecret\u2026"])
+def test_a_token_that_no_header_can_have_is_told_without_it(told, service, status, monkeypatch, host, token):
+    monkeypatch.setenv("TOKEN", token)
+    assert status(host, ENDED) == []
+    assert "TOKEN holds a line end" in warned(told)
+    assert "canary" not in warned(told)
+
+
 def test_a_run_that_is_over_is_not_said_to_begin_by_who_could_not_say_so_in_time(told, service, status):
     service.answers = [503] * 2
     assert status("github", BEGINS) == []

@@ -62,8 +62,9 @@ def when(at: float) -> str:
 
 
 def clock(at: float) -> str:
-    """A time of day, from UNIX seconds."""
-    return time.strftime("%H:%M", time.localtime(at))
+    """A time of day, from UNIX seconds; with its date where that is not today's."""
+    then, now = time.localtime(at), time.localtime(time.time())
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
 
 def _left(console: Console, record: Record) -> None:
@@ -258,12 +259,14 @@ def next_lines(record: Record, *, resume: bool = False) -> list[str]:
         return [f"mgpu down {run}    give back what may still be billed", "mgpu ls    what is billed now"]
     if record.own_stack and record.state.final and not (record.attempt or record.checkpoint_id):  # no node has spoken
         return [f"mgpu launch{record.file_argument}    once more"]
-    lines = [f"mgpu logs {run}"]
+    lines, kept = [f"mgpu logs {run}"], record.teardown == "kept"
     if record.checkpoint_id:
         lines.append(f"mgpu checkpoints pull {run}")
-        if resume and record.state in ("failed", "stopped") and record.own_stack:
-            lines.append(f"mgpu launch{record.file_argument} --resume {run}    go on from its newest checkpoint")
-    if record.teardown == "kept":
+        if resume and record.state in ("failed", "stopped") and (kept or record.own_stack):
+            from mgpu.run.view import resumes
+
+            lines.append(f"{resumes(record, kept=kept)}    go on from its newest checkpoint")
+    if kept:
         stack = f" --stack {record.stack}"
         lines += [f"mgpu run{record.file_argument}{stack}    again on this fleet", f"mgpu down{stack}    give it back"]
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -85,21 +84,10 @@ def context(console: Console, *, watch_s: float | None = None, leave: bool = Fal
 
 
 def timeouts() -> Timeouts:
-    """All deadlines, as this process's environment may change them.
+    """See `mgpu.context.timeouts`."""
+    from mgpu.context import timeouts
 
-    Raises:
-        InputError: MGPU_TIMEOUTS holds something else.
-    """
-    from mgpu_train.timeouts import VARIABLE, Timeouts
-    from pydantic import ValidationError
-
-    try:
-        return Timeouts.of_environment(os.environ)
-    except ValidationError as error:
-        wrong = "\n".join(f"{'.'.join(map(str, e['loc'])) or 'the value'}: {e['msg']}" for e in error.errors())
-        raise InputError(
-            f"{VARIABLE} in the environment cannot be used", wrong, 'It is a JSON object: {"silence_s": 300}.'
-        ) from error
+    return timeouts()
 
 
 def made(folder: Path) -> Path:

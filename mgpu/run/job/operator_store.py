@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu.context import timeouts
 from mgpu.errors import InputError
 from mgpu.providers import registry
 from mgpu.providers.base import StoreAccess
@@ -69,5 +70,5 @@ def _opened(url: str, providers: Mapping[str, Mapping[str, str]]) -> Store:
     set_up = [(name, options) for name, options in providers.items() if options and url.startswith("s3://")]
     for named in (registry.get(name, options) for name, options in set_up):
         if isinstance(named, StoreAccess):
-            return open_store(url, named.store_environment(os.environ))
-    return open_store(url)
+            return open_store(url, named.store_environment(os.environ), timeouts=timeouts())
+    return open_store(url, timeouts=timeouts())

@@ -56,7 +56,8 @@ class CapacityWait:
                 left_s = until - self.clock()
                 if left_s <= 0 or self.session.asked_to_end:
                     raise
-                wait_s = min(left_s, pause_s * (JITTER[0] + (JITTER[1] - JITTER[0]) * self.random()))
+                wait_s = pause_s * (JITTER[0] + (JITTER[1] - JITTER[0]) * self.random())
+                wait_s = min(left_s, max(wait_s, refusal.retry_after or 0.0))
                 self.session.emit(Note(f"{refusal.what}; asking again in {_span(wait_s)}, for {_span(left_s)} at most"))
                 paused(self.session, wait_s, self.clock, self.sleep)
                 pause_s = min(2 * pause_s, longest_s)

@@ -39,6 +39,7 @@ from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.limits import StopReason
 from mgpu.run.supervision.supervisor import Ended
+from mgpu.run.view import resumes
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Ou
     if isinstance(result, Ended):
         record.fault = str(result.fault) if result.fault else None
         record.stop_reason = str(result.stopped_by) if result.stopped_by else None
-    return _close(session, stack, teardown, _error(record, result))
+    return _close(session, stack, teardown, _error(record, result, stays=_stays(record, teardown)))
 
 
 def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | None) -> Outcome:
@@ -273,8 +274,14 @@ _CURE = {
 }
 
 
-def _error(record: Record, result: Result) -> MgpuError | None:
-    run, safe, again = f"run {record.run_id}", _safe(record), _again(record)
+# what ends kept machines at the same time, or soon
+_OF_MACHINES = (StopReason.HARD_CAP, StopReason.BUDGET, StopReason.MONTH)
+
+
+def _error(record: Record, result: Result, *, stays: bool = False) -> MgpuError | None:
+    """`stays`: its machines are kept."""
+    run, safe, command = f"run {record.run_id}", _safe(record), _command(record, result, stays=stays)
+    again = f"Go on from it with {command}." if record.checkpoint_id else ""
     if isinstance(result, MgpuError):
         if record.recoveries and not isinstance(result, Interrupted):  # a repair that could not be made
             result.why = "\n".join(filter(None, (result.why, _tries(record), safe)))
@@ -286,10 +293,10 @@ def _error(record: Record, result: Result) -> MgpuError | None:
         return Interrupted(f"{run} was stopped", safe, again)
     if result.stopped_by is StopReason.BUDGET:
         spent = f"${record.spent_usd(time.time()):.2f} of ${record.max_usd:.2f}"
-        more = f"Raise `max_usd` to go on from it: `{_command(record)}`." if record.checkpoint_id else ""
+        more = f"Raise `max_usd` to go on from it: {command}." if record.checkpoint_id else ""
         return Stopped(f"{run} stopped at its budget: {spent} (max_usd)", safe, more)
     if result.stopped_by is StopReason.MONTH:
-        more = f" to go on from it: `{_command(record)}`" if record.checkpoint_id else ""
+        more = f" to go on from it: {command}" if record.checkpoint_id else ""
         cure = f"`mgpu limits show` has it. Raise it (`mgpu limits set --usd-per-month`), or wait for the next{more}."
         return Stopped(f"{run} stopped at the month's budget, which all runs spend (usd_per_month)", safe, cure)
     if result.stopped_by is not None:
@@ -301,7 +308,7 @@ def _error(record: Record, result: Result) -> MgpuError | None:
         return Stopped(f"{run} stopped at its {'hard cap' if of_machines else 'deadline'}{whose}", safe, again)
     blame = _BLAME.get(result.fault, "") if result.fault else ""
     cure = _CURE.get(result.fault, "") if result.fault and record.checkpoint_id else ""
-    steps = f"; {cure}: `{_command(record)}`" if cure else ""
+    steps = f"; {cure}: {command}" if cure else ""
     if result.fault in (Fault.INFRASTRUCTURE, Fault.PROVIDER) and result.lost and not record.recoveries:
         steps += "; with `recovery: {attempts: 5}` in the run file it goes on by itself"
     return TrainingFailed(
@@ -323,12 +330,16 @@ def _safe(record: Record) -> str:
     return f"Safe: step {record.checkpoint_step}, the newest committed checkpoint." if record.checkpoint_id else ""
 
 
-def _command(record: Record) -> str:
-    return f"mgpu launch{record.file_argument} --resume {record.run_id}"
+def _command(record: Record, result: Result, *, stays: bool) -> str:
+    """What goes on with it: on machines that are kept, unless these end with it."""
+    ends = isinstance(result, Ended) and result.stopped_by in _OF_MACHINES
+    command = f"`{resumes(record, kept=stays and not ends)}`"
+    return f"`mgpu down {record.run_id}`, then {command}" if stays and ends else command
 
 
-def _again(record: Record) -> str:
-    return f"Go on from it with `{_command(record)}`." if record.checkpoint_id else ""
+def _stays(record: Record, teardown: str) -> bool:
+    # a fleet that never came up is never kept: nobody could use it
+    return teardown == "keep" and record.fleet is not None and bool(record.fleet_output().owner)
 
 
 def _teardown(session: Session, stack: Stack, teardown: str) -> None:
@@ -339,8 +350,7 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
         record.costs_no_more(time.time())
         session.emit(Warned(f"stack {stack.name} is not made by mgpu: its machines are left as they are"))
         return
-    # a fleet that never came up is never kept: nobody could use it
-    if teardown == "keep" and fleet is not None:
+    if _stays(record, teardown):
         record.teardown = "kept"
         record.costs_no_more(time.time())
         return

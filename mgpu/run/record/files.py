@@ -178,9 +178,9 @@ def _put_piece(store: Store, key: str, data: bytes) -> int:
     it. A store that refuses is asked again after growing pauses, as long as for any other request: of a run that is
     over there may be no next turn."""
     from mgpu_train.store import Ambiguous, Unavailable
-    from mgpu_train.timeouts import Timeouts
 
     from mgpu.acquire.pauses import patiently
+    from mgpu.context import timeouts
 
     def put() -> int:
         unsure = Ambiguous(f"{key}: it was not there after it was written")
@@ -193,8 +193,7 @@ def _put_piece(store: Store, key: str, data: bytes) -> int:
             return there.size
         raise unsure
 
-    limit_s = Timeouts.of_environment(os.environ).store_retry_s
-    return patiently(put, limit_s, lambda pause_s: bool(time.sleep(pause_s)), ignore, (Ambiguous,))
+    return patiently(put, timeouts().store_retry_s, lambda pause_s: bool(time.sleep(pause_s)), ignore, (Ambiguous,))
 
 
 @contextmanager

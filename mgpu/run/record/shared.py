@@ -503,9 +503,9 @@ def _space() -> str:
 
 
 def _lasts_s() -> float:
-    from mgpu_train.timeouts import Timeouts
+    from mgpu.context import timeouts
 
-    return Timeouts.of_environment(os.environ).lock_s
+    return timeouts().lock_s
 
 
 # ---- to stop

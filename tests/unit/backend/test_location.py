@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -100,6 +101,19 @@ def test_a_buckets_settings_reach_its_store(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StackError, match="could not be listed") as error, found.asking("listed"):
         list(found.state.list(""))
     assert "127.0.0.1:9" in error.value.why
+
+
+def test_the_environments_deadlines_are_those_of_its_store_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(location.VARIABLE, "s3://team/a")
+    given = list[Any]()
+    monkeypatch.setattr("mgpu_train.store.open_store", lambda *_, timeouts: given.append(timeouts))
+    for seconds in (7, 8):
+        monkeypatch.setenv("MGPU_TIMEOUTS", f'{{"store_retry_s": {seconds}}}')
+        location.current().state  # noqa: B018  it is opened
+    assert [each.store_retry_s for each in given] == [7, 8]
+    monkeypatch.setenv("MGPU_TIMEOUTS", "seven")
+    with pytest.raises(InputError, match="MGPU_TIMEOUTS in the environment cannot be used"):
+        location.current().state  # noqa: B018
 
 
 @pytest.mark.parametrize("url", ["https://api.pulumi.com", "gs://bucket", "azblob://x", "file://relative", "s3://"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from fakes import builders
 from fakes import engine as engines
 from fakes.engine import Registry
-from fakes.registries import Said, scripted
+from fakes.registries import Asked, Said, scripted
 from mgpu_train.agent.machine import procs
 from waiting import until
 
@@ -389,6 +390,37 @@ def test_push_and_inspect_of_a_sweep_take_each_place_of_its_runs_once(mgpu, at, 
     shown = mgpu("image", "inspect", "--json")
     assert [each["reference"] for each in shown.json["images"]] == there, shown.err
     assert mgpu("image", "push").out.splitlines() == there
+
+
+def test_inspect_of_a_sweep_shows_the_others_where_one_image_is_missing(mgpu, world, monkeypatch):
+    no_engine(monkeypatch, world.folder)
+    blob = json.dumps({"architecture": "amd64", "os": "linux", "config": {"Labels": {"other": "mine"}}}).encode()
+    kind = "application/vnd.oci.image.manifest.v1+json"
+    manifest = {"schemaVersion": 2, "mediaType": kind, "config": {"digest": digest_of(blob), "size": len(blob)}}
+    known = json.dumps(manifest | {"layers": []}).encode()
+
+    def answer(asked: Asked) -> Said:
+        body = blob if "/blobs/" in asked.path else b"" if "/none/" in asked.path else known
+        headers = {"Content-Type": kind, "Docker-Content-Digest": digest_of(body)}
+        return Said(200, headers, body) if body and asked.path != "/v2/" else Said(404)
+
+    with scripted(answer) as server:
+        want(world.folder, reference=f"{server.address}/there:1")
+        alone = json.loads((world.folder / "mgpu.yaml").read_text())
+        images = [f"{server.address}/{name}:1" for name in ("none", "there", "none/too")]
+        (world.folder / "mgpu.yaml").write_text(json.dumps(alone | {"matrix": {"image.reference": images}}))
+        shown = mgpu("image", "inspect")
+        data = mgpu("image", "inspect", "--json")
+    there = f"{server.address}/there@{digest_of(known)}"
+    assert (shown.code, data.code) == (4, 4)
+    assert there in shown.out
+    assert [f"error: no image {images[at]}" in shown.err for at in range(3)] == [True, False, True], shown.err
+    assert [each["reference"] for each in data.json["images"]] == [there]
+    assert [each["what"] for each in data.json["failures"]] == [f"no image {images[at]}" for at in (0, 2)]
+
+
+def digest_of(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def test_the_provider_is_asked_for_a_repository_only_where_none_is_named(tmp_path):

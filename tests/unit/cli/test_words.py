@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,15 @@ def test_one_validation_is_told_once():
     assert twice["validation loss"] == "2.2500 (first 5.5000)"
 
 
+def test_an_end_on_another_day_is_told_with_its_date(monkeypatch):
+    begins = time.mktime((2026, 11, 27, 14, 0, 0, 0, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: begins)
+    ends = [closing.clock(begins + hours * 3600) for hours in (5, 29)]
+    assert ends == ["19:00", "2026-11-28 19:00"]
+    kept = record(teardown="kept", price_usd_per_hour=0.06, lease_until=begins + 29 * 3600)
+    assert "until 2026-11-28 19:00" in closing.machines(kept)
+
+
 @pytest.mark.parametrize(("state", "told"), [(State.STOPPED, True), (State.FAILED, True), (State.SUCCEEDED, False)])
 def test_how_to_go_on_is_told_where_there_is_a_checkpoint(state, told):
     def lines(**given):
@@ -97,10 +107,12 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
     def lines(path):
         return closing.next_lines(record(run_file=str(path), **kept), resume=True)
 
-    assert any(line.startswith("mgpu launch --resume a-1") for line in lines(tmp_path / "sub" / "mgpu.yaml"))
-    assert any(
-        line.startswith("mgpu launch other.yaml --resume a-1") for line in lines(tmp_path / "sub" / "other.yaml")
-    )
+    other, on = tmp_path / "sub" / "other.yaml", "--stack a-1 --resume a-1 "
+    assert any(line.startswith(f"mgpu run {on}") for line in lines(tmp_path / "sub" / "mgpu.yaml"))
+    assert any(line.startswith(f"mgpu run other.yaml {on}") for line in lines(other))
+    assert not any("launch" in line for line in lines(other)), "its machines would have to be given back before"
+    gone = closing.next_lines(record(run_file=str(other), **kept | {"teardown": "confirmed"}), resume=True)
+    assert any(line.startswith("mgpu launch other.yaml --resume a-1 ") for line in gone)
     assert any(line.startswith("mgpu run ../mgpu.yaml --stack a-1") for line in lines(tmp_path / "mgpu.yaml"))
     blank = tmp_path / "sub" / "my run.yaml"
     assert any(line.startswith("mgpu run 'my run.yaml' --stack a-1") for line in lines(blank))

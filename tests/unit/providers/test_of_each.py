@@ -45,6 +45,16 @@ def test_what_the_others_say_is_told_with_it_once():
     assert refused.value.next_step == "Ask again later. Ask for the right."
 
 
+def test_who_asks_to_wait_is_heard_whoever_else_has_failed():
+    def ask(error: ProviderError) -> None:
+        raise error
+
+    busy = [RateLimited("b", retry_after=each) for each in (5.0, 60.0, 0.0)]
+    with pytest.raises(Transient) as refused:
+        of_each([Transient("a"), *busy, PermissionDenied("c")], ask)
+    assert (refused.value.what, refused.value.retry_after) == ("a", 60.0)
+
+
 def test_of_many_cures_as_many_are_told_as_of_errors():
     def ask(part: int) -> None:
         raise PermissionDenied(f"p-{part}", "forbidden", f"Free {part}.")

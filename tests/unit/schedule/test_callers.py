@@ -163,6 +163,25 @@ def test_what_calls_passes_can_be_taken_back_when_the_backend_is_gone(bucket: Pa
     assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
 
 
+@pytest.mark.parametrize("way", ["cron", "systemd"])
+def test_what_calls_passes_of_a_folder_that_was_moved_can_be_taken_back(user: Path, way: str):
+    assert mgpu("schedule", "install", f"--{way}", "--yes").return_value == 0
+    script = paths.config_dir() / "mgpu-reconcile.sh"
+    assert script.exists()
+    (location.current().root / location.MOVED).write_text(BUCKET)
+    assert "was moved to" in str(mgpu("schedule", "install", f"--{way}", "--yes").exception)
+    assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
+    assert not script.exists()
+
+
+@pytest.mark.parametrize(("way", "name"), [("github", ".github/workflows/mgpu.yml"), ("gitlab", ".gitlab/mgpu.yml")])
+def test_a_ci_is_taken_back_when_the_backend_is_no_bucket_any_more(user: Path, way: str, name: str):
+    Path(name).parent.mkdir(parents=True)
+    Path(name).write_text("of when it was one\n")
+    assert mgpu("schedule", "uninstall", f"--{way}").return_value == 0
+    assert not Path(name).exists()
+
+
 def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
     (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
     (user / "broken").touch()
@@ -212,6 +231,11 @@ def test_periods_that_cron_can_say(every: str, fields: str, user: Path):
         assert f"\n    {fields} /bin/sh" in said.stdout
     else:
         assert "is no period of cron" in str(said.exception)
+
+
+def test_no_time_between_two_passes_is_none(user: Path):
+    said = mgpu("schedule", "install", "--systemd", "--every", "0", "--dry-run").exception
+    assert "--every 0" in str(said), "and not as often as usual"
 
 
 @pytest.mark.parametrize("way", [["--github"], ["--gitlab"], ["--kubernetes", "--image", "hub/mgpu:1"], ["--aws"]])
@@ -281,6 +305,18 @@ def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     steps(path, [step["run"] for step in job["steps"][2:-1]], bucket)
     assert mgpu("schedule", "uninstall", "--github").return_value == 0
     assert not path.exists()
+
+
+def test_without_a_region_in_the_backends_address_it_is_that_of_its_client(bucket: Path, monkeypatch):
+    known = location.current()
+    monkeypatch.setattr(callers.location, "current", lambda: replace(known, url="s3://team/runs"))
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    assert callers.region() == "us-east-1"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert callers.region() == "eu-west-1"
+    monkeypatch.setenv("AWS_REGION", "eu-north-1")
+    assert callers.region() == "eu-north-1"
 
 
 def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):

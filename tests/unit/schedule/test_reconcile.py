@@ -524,7 +524,9 @@ def test_a_schedule_of_a_zone_that_is_not_known_here_hides_no_other_and_can_be_r
     assert nights.outcomes == ["running"]
     assert "schedule mars cannot be read here" in mgpu("schedule", "ls").stderr
     save = nights.world.record("mars-1125-abcde", state=State.RUNNING, schedule="mars")
-    assert "run mars-1125-abcde is not over" in str(mgpu("schedule", "rm", "mars").exception)
+    works = str(mgpu("schedule", "rm", "mars").exception)
+    assert "run mars-1125-abcde is not over" in works
+    assert "`mgpu stop mars-1125-abcde`" in works
     record.write(replace(save, state=State.STOPPED, schedule="mars"))
     assert mgpu("schedule", "rm", "mars").return_value == 0
     assert [each.name for each in (place / "schedules").iterdir()] == ["nightly.json"]
@@ -747,12 +749,22 @@ def mgpu(*args: str) -> Any:
     return CliRunner().invoke(cli, args, standalone_mode=False)
 
 
+@pytest.mark.parametrize("two", [("--dry-run", "--watch"), ("--dry-run", "--for", "5m"), ("--for", "5m", "--watch")])
+def test_who_only_looks_or_goes_on_for_a_time_says_one_of_both(world, two):
+    assert "not both" in str(mgpu("reconcile", *two).exception)
+
+
 def test_a_schedule_from_the_command_line(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     assert isinstance(mgpu("schedule", "add", "--cron", "0 2 * * *").exception, InputError), "nobody has agreed"
     assert kept.every().schedules == {}
     refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
     assert "names no code" in str(refused)
+    for secret in ("canary", "me:canary"):
+        address = f"git+https://{secret}@nowhere.invalid/a/b@main"
+        refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", address, "--yes").exception
+        assert "~/.netrc" in str(refused)
+        assert "canary" not in str(refused)
     berlin = ("--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--machines", "new", "--if-missed", "latest")
     added = mgpu("schedule", "add", *berlin, "--yes", "--json")
     made = json.loads(added.stdout)
@@ -771,7 +783,10 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert json.loads(mgpu("schedule", "run-now", "it", "--json").stdout)["history"][0]["outcome"] == "starting"
     again = mgpu("schedule", "run-now", "it").exception
     assert "was not over" in str(again)
-    assert "is not over" in str(mgpu("schedule", "rm", "it").exception)
+    taken = str(mgpu("schedule", "rm", "it").exception)
+    assert "is not over" in taken
+    assert "`mgpu reconcile` submits it" in taken, "there is no run that could be stopped"
+    assert "`mgpu reconcile` submits it" in str(again)
     shown = mgpu("reconcile", "--dry-run", "--json").stdout
     assert json.loads(shown)["runs"][0]["why"] == "queued"
     assert record.every() == [], "it was only looked"
@@ -780,8 +795,11 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert "succeeded" in mgpu("schedule", "show", "it").stdout
     (run,) = record.every()
     assert run.machines == "new"
-    record.write(replace(run, teardown="asked"))
-    assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
+    for teardown in ("asked", "kept"):
+        record.write(replace(run, teardown=teardown))
+        owed = str(mgpu("schedule", "rm", "it").exception)
+        assert f"run {run.run_id} has something left to give back" in owed
+        assert f"`mgpu down {run.run_id}`" in owed
     record.write(run)
     assert mgpu("schedule", "rm", "it").return_value == 0
     assert (kept.every().schedules, len(record.every())) == ({}, 1)

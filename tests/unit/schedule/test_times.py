@@ -75,6 +75,22 @@ def test_times_are_told_as_the_clocks_show_them_and_the_change_is_named():
 
 
 @pytest.mark.parametrize(
+    ("cron", "zone", "after", "changes"),
+    [
+        ("0 1 * * *", "Europe/Berlin", "2027-03-27", [(28, "forward 1 h"), (29, "")]),  # an hour before they do
+        ("30 2 * * *", "Europe/Berlin", "2027-10-30 12:00", [(31, "back 1 h"), (1, "")]),  # the first of two half past
+        ("0 0 * * *", "Africa/Cairo", "2027-04-29 12:00", [(30, "forward 1 h"), (1, "")]),  # there is no midnight
+        ("0 22 * * *", "Africa/Cairo", "2027-10-28", [(28, "back 1 h"), (29, "")]),  # from midnight to eleven
+    ],
+)
+def test_a_change_is_named_on_its_own_day(cron: str, zone: str, after: str, changes: list[tuple[int, str]]):
+    times = Times(cron, zone)
+    for due, (day, words) in zip(islice(times.after(at(after)), 2), changes, strict=True):
+        assert datetime.fromtimestamp(due, ZoneInfo(zone)).day == day
+        assert times.change(due) == (words and f"the clocks go {words} that day")
+
+
+@pytest.mark.parametrize(
     ("cron", "zone", "words"),
     [
         ("0 2 * *", "UTC", "Five fields"),

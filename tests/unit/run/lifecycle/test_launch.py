@@ -891,6 +891,19 @@ def test_a_kept_fleet_stays_with_its_price_and_its_end(project, capsys):
     assert f"mgpu down --stack {kept.stack}" in err
 
 
+def test_a_run_that_failed_on_a_kept_fleet_says_what_goes_on_with_it_there(project):
+    def program(node, job):
+        project.world.commit(job.checkpoint.to, job.run_id, attempt=1, writer=job.writer, step=10)
+        node.says(Phase.FAILED, attempt=1, fault=Fault.USER, reason="exit code 3")
+
+    project.world.program = program
+    outcome = project.launch("teardown: keep\n")
+    stack, run_id = outcome.record.stack, outcome.record.run_id
+    assert f" --stack {stack} --resume {run_id}`" in outcome.error.next_step
+    with pytest.raises(InputError, match="has machines already"):
+        project.launch("teardown: keep\n", resume=record.load("last"))
+
+
 def test_a_kept_fleets_end_is_never_told_past_its_hard_cap(project):
     project.world.hard_cap_at = time.time() + 600
     project.launch("teardown: keep\n")

@@ -87,6 +87,25 @@ def test_who_stopped_it_is_the_kind_of_its_end(record, by, kind):
     assert "--resume run-1" in error.next_step
 
 
+@pytest.mark.parametrize(
+    ("by", "command"),
+    [
+        ("", "mgpu run --stack run-1 --resume run-1"),
+        ("user", "mgpu run --stack run-1 --resume run-1"),
+        ("deadline", "mgpu run --stack run-1 --resume run-1"),
+        ("hard_cap", "mgpu down run-1`, then `mgpu launch --resume run-1"),  # the machines end, too
+        ("budget", "mgpu down run-1`, then `mgpu launch --resume run-1"),
+        ("month", "mgpu down run-1`, then `mgpu launch --resume run-1"),
+    ],
+)
+def test_a_run_whose_machines_are_kept_goes_on_there(record, monkeypatch, by, command):
+    monkeypatch.chdir(record.project_base)
+    record.stack, record.max_usd = "run-1", 5.0
+    stopped = Ended(False, "x", Fault.STOPPED if by else Fault.USER, stopped_by=StopReason(by) if by else None)
+    assert f"`{command}`" in _error(record, stopped, stays=True).next_step
+    assert "`mgpu launch --resume run-1`" in _error(record, stopped).next_step
+
+
 @pytest.mark.parametrize("by", ["", "user", "deadline"])
 def test_a_success_is_one_whatever_was_asked_for(record, by):
     assert _error(record, Ended(True, stopped_by=StopReason(by) if by else None)) is None

@@ -234,6 +234,16 @@ def test_whoever_goes_on_waiting_for_capacity_does_not_begin_anew(world):
     assert 3500 < script.now <= 3600
 
 
+def test_who_asks_to_wait_is_not_asked_before(world):
+    script = Script(world, [LOST, DONE], repairs=[RateLimited("slow down", retry_after=50), None])
+    assert script.run().succeeded
+    assert (script.repaired, script.now >= 50) == (2, True)
+    hasty = Script(world, [LOST], repairs=[RateLimited("slow down", retry_after=500)], left=script.session.record)
+    with pytest.raises(RateLimited):
+        hasty.run()
+    assert hasty.now == pytest.approx(60), "and not for longer than the run file waits"
+
+
 @pytest.mark.parametrize(("wait_minutes", "stays_s"), [(60, 300), (4, 120)])
 def test_where_the_place_is_sold_out_the_fleet_moves_after_a_while(world, wait_minutes, stays_s):
     script = Script(world, [LOST, DONE], [NoCapacity("none here")], wait_minutes=wait_minutes)
