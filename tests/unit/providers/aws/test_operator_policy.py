@@ -181,6 +181,12 @@ def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
     assert json.loads(run(*asked).stdout) == operator_policies.documents(ACCOUNT, ["eu-west-1"])["base"]
 
 
+def test_the_command_prints_the_arns_of_the_partition_that_this_machine_is_set_up_for(monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "us-gov-west-1")
+    expected = operator_policies.documents(ACCOUNT, home="us-gov-west-1")["machines"]
+    assert json.loads(run("--account", ACCOUNT).stdout) == expected
+
+
 def test_who_may_buy_is_another_document_and_machines_alone_buy_nothing():
     printed = json.loads(run("--account", ACCOUNT, "--reservations").stdout)
     assert printed == operator_policies.documents(ACCOUNT)["reservations"]
