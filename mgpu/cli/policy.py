@@ -63,7 +63,6 @@ def aws(
             "--bootstrap, --ssm, --reservations and --passes exclude each other", why, "Print one after the other."
         )
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
-    asked_of = None if account else Account(options)
-    whose, home = (asked_of.id(), asked_of.home_region) if asked_of else (account, "")
-    made = operator_policies.documents(whose, regions, permissions_boundary, home)
+    asked_of = Account(options)
+    made = operator_policies.documents(account or asked_of.id(), regions, permissions_boundary, asked_of.home_region)
     Console().data(made[asked[0] if asked else "machines"])

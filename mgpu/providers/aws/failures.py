@@ -94,6 +94,8 @@ _CAPACITY = frozenset(
         "VolumeTypeNotAvailableInZone",
     }
 )
+# what is lacking beyond the offer
+_WIDE: dict[str, Scope] = {"InsufficientAddressCapacity": "region", "InsufficientFreeAddressesInSubnet": "zone"}
 _ACCOUNT = frozenset({"Blocked", "PendingVerification"})
 _BROKEN = frozenset(
     {
@@ -203,7 +205,7 @@ def refusal(
     code = re.sub(r"^(Client|Server)\.", "", code)
     why = f"{code}: {_readable(message)}"
     if code in _CAPACITY or _NOT_SOLD.search(message):
-        wide: Scope = "zone" if scope == "zone" or code == "InsufficientFreeAddressesInSubnet" else "offer"
+        wide = _WIDE.get(code, "zone" if scope == "zone" else "offer")
         return NoCapacity(f"{place}: no capacity ({code})", why, scope=wide)
     if code == "SpotMaxPriceTooLow":
         return BidTooLow(

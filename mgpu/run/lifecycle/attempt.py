@@ -219,8 +219,8 @@ def watch(
         ended = supervisor.watch()
     if ended.left:
         return ended
-    if request.spec.outputs:  # they may take as long as a lease, and the agents have ended
-        agent_client.hold(nodes, session.timeouts, ended.lost)
+    if request.spec.outputs:  # they may take longer than a lease, and the agents have ended
+        agent_client.hold(nodes, session.timeouts, ended.lost, busy_s=session.timeouts.outputs_s)
         outputs.collect(session, request, nodes, ended.lost)
         agent_client.hold(nodes, session.timeouts, ended.lost)
     metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)

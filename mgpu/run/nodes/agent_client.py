@@ -117,9 +117,10 @@ def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
     node.write(str(LEASE), f"{int(uptime + minutes * 60)}\n".encode())
 
 
-def hold(nodes: NodeSet, timeouts: Timeouts, lost: Container[int] = ()) -> None:
-    """While no agent renews them, nodes live for `lease_s` from now. Who cannot be asked is seen by what comes next."""
-    minutes = timeouts.lease_s / 60
+def hold(nodes: NodeSet, timeouts: Timeouts, lost: Container[int] = (), *, busy_s: float = 0) -> None:
+    """While no agent renews them, nodes live for `lease_s` after what comes next, which may take `busy_s` seconds. Who
+    cannot be asked is seen by that."""
+    minutes = (busy_s + timeouts.lease_s) / 60
     with suppress(RemoteError):
         nodes.each(lambda node: node.target.rank in lost or renew_lease(node, minutes, timeouts))
 

@@ -66,7 +66,8 @@ def grant(
     home, name = account.home_region, names.run_role(run_id)
     iam = account.client("iam", home)
     with calling(f"giving run {run_id} its rights", home, scope="account"):
-        tags = {**options.tags, names.RUN: run_id}
+        unlike = {key.lower(): (key, value) for key, value in (*options.tags.items(), (names.RUN, run_id))}
+        tags = dict(unlike.values())  # IAM refuses keys that differ in case alone, EC2 takes them
         role = _role(iam, name) or patiently(lambda: _make(account, iam, name, tags), _NOT_YET, _SETTLE_S)
         document = json.dumps(policies.run(home, reads, writes), separators=(",", ":"))
         policy = {"RoleName": name, "PolicyName": _POLICY, "PolicyDocument": document}

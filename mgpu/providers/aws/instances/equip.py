@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from mgpu.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Transient
 from mgpu.providers.aws import names
-from mgpu.providers.aws.failures import calling, code_of
+from mgpu.providers.aws.failures import calling, code_of, patiently
 from mgpu.providers.aws.instances import listing, network, reaper
 from mgpu.providers.aws.instances.fleet_request import Order
 from mgpu.providers.aws.instances.listing import Shown, tags_of
@@ -24,6 +25,8 @@ _IAM_S = 60.0  # until other services know of a new role
 _ENDED = ("shutting-down", "terminated")
 # of a machine that is pending, or has just ended; of one that has an address already, which EC2 did not list yet
 _NOT_YET = ("IncorrectInstanceState", "InvalidInstanceID", "Resource.AlreadyAssociated")
+_TOO_NEW = ("InvalidAllocationID.NotFound",)  # of an address; the next look may not list it either, and rent one more
+_NEW_S = 15.0
 
 
 def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float) -> None:
@@ -106,7 +109,8 @@ def _associate(ec2: Any, order: Order, name: str, address: str, interface: str) 
 
     with calling(f"giving {name} its address", order.region):
         try:
-            ec2.associate_address(AllocationId=address, NetworkInterfaceId=interface, AllowReassociation=False)
+            asked = {"AllocationId": address, "NetworkInterfaceId": interface, "AllowReassociation": False}
+            patiently(partial(ec2.associate_address, **asked), _TOO_NEW, _NEW_S)
         except ClientError as error:
             if code_of(error) not in _NOT_YET and not listing.is_absent(error):  # EC2 learns late of what is new
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from mgpu.errors import InvalidRequest, Transient
-from mgpu.providers.aws import names
+from mgpu.providers.aws import failures, names
 from mgpu.providers.aws.instances import equip
 
 CARD = {"NetworkInterfaceId": "eni-1", "Attachment": {"DeviceIndex": 0, "NetworkCardIndex": 0}}
@@ -18,11 +19,14 @@ ORDER: Any = SimpleNamespace(region="us-east-1", token="t", marks={names.TOKEN: 
 
 
 class Ec2:
-    """Rents addresses and gives them to machines; `refusal` is the code of an error instead."""
+    """Rents addresses and gives them to machines; `refusal` is the code of an error instead, until `now` is `until`."""
 
     def __init__(self) -> None:
         self.rented: list[dict[str, Any]] = []
-        self.refusal = ""
+        self.refusal, self.until, self.now = "", 1e9, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def add(self, **more: str) -> dict[str, Any]:
         marks = names.tag_list({names.TOKEN: "t", names.RANK: "0"})
@@ -33,7 +37,7 @@ class Ec2:
         return self.add()
 
     def associate_address(self, AllocationId: str, **_: Any) -> None:  # noqa: N803 - as AWS names it
-        if self.refusal:
+        if self.refusal and self.now < self.until:
             raise ClientError({"Error": {"Code": self.refusal, "Message": "words"}}, "AssociateAddress")
         found = next(each for each in self.rented if each["AllocationId"] == AllocationId)
         found["AssociationId"] = "eipassoc-1"
@@ -43,6 +47,8 @@ class Ec2:
 def ec2(monkeypatch: pytest.MonkeyPatch) -> Ec2:
     fake = Ec2()
     monkeypatch.setattr(equip.listing, "addresses", lambda *_: list(fake.rented))
+    clock: Any = {"clock": lambda: fake.now, "sleep": fake.sleep}
+    monkeypatch.setattr(equip, "patiently", functools.partial(failures.patiently, **clock))
     return fake
 
 
@@ -67,6 +73,13 @@ def test_what_ec2_does_not_know_yet_ends_no_gang(ec2, code):
     ec2.refusal = ""
     give(ec2)
     assert [each.get("AssociationId") for each in ec2.rented] == ["eipassoc-1"], "the one that was rented before"
+
+
+def test_an_address_that_is_too_new_is_waited_for_because_the_next_look_may_not_list_it_either(ec2):
+    """One more would be rented, and an account may have five."""
+    ec2.refusal, ec2.until = "InvalidAllocationID.NotFound", 6.0
+    give(ec2)
+    assert [each.get("AssociationId") for each in ec2.rented] == ["eipassoc-1"]
 
 
 def test_what_ec2_refuses_for_good_is_told(ec2):

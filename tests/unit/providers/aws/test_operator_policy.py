@@ -168,8 +168,8 @@ def test_a_document_can_be_narrowed_to_what_somebody_lacks():
 # --- mgpu policy ------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments):
-    return CliRunner().invoke(cli, ["policy", "aws", *arguments])
+def run(*arguments, here="us-east-1"):
+    return CliRunner(env={"AWS_REGION": here}).invoke(cli, ["policy", "aws", *arguments])
 
 
 def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
@@ -179,6 +179,11 @@ def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
     assert run("--account", ACCOUNT, "--ssm", "--bootstrap").exit_code != 0
     asked = ("--account", ACCOUNT, "--region", "eu-west-1", "--bootstrap")
     assert json.loads(run(*asked).stdout) == operator_policies.documents(ACCOUNT, ["eu-west-1"])["base"]
+
+
+def test_the_command_prints_the_arns_of_the_partition_that_this_machine_is_set_up_for():
+    expected = operator_policies.documents(ACCOUNT, home="us-gov-west-1")["machines"]
+    assert json.loads(run("--account", ACCOUNT, here="us-gov-west-1").stdout) == expected
 
 
 def test_who_may_buy_is_another_document_and_machines_alone_buy_nothing():

@@ -28,8 +28,9 @@ def test_a_reason_that_another_zone_may_not_have_lets_the_search_go_on(code):
 @pytest.mark.parametrize("status", [400, 503])
 def test_a_region_without_addresses_is_no_mistake_of_the_run_file(status):
     error = {"Error": {"Code": "InsufficientAddressCapacity", "Message": "words"}}
-    with pytest.raises(NoCapacity), calling("renting a public address", "us-east-1"):
+    with pytest.raises(NoCapacity) as told, calling("renting a public address", "us-east-1"):
         raise ClientError({**error, "ResponseMetadata": {"HTTPStatusCode": status}}, "AllocateAddress")  # type: ignore[typeddict-item]
+    assert told.value.scope == "region", "no zone of it has more, and each would start a gang, and end it"
 
 
 def test_tags_that_somebody_else_writes_just_now_are_written_by_the_next_call():

@@ -149,6 +149,15 @@ def test_the_role_of_a_run_has_the_users_tags_which_a_policy_may_demand():
     assert names.tag_list({"CostCenter": "4711", names.RUN: "run-1"}) == iam.role["Tags"]
 
 
+def test_of_tags_that_differ_in_case_alone_iam_gets_one():
+    """IAM: "Duplicate tag keys found. Please note that Tag keys are case insensitive"; EC2 takes them all."""
+    iam = Made("theirs")
+    options = Options.model_validate({"tags": {"team": "a", "Team": "b", "MGPU:Run": "c"}})
+    run_role.grant(Account(iam), options, "run-1", ["s3://theirs/x"], [])  # type: ignore[arg-type]
+    assert iam.role is not None
+    assert iam.role["Tags"] == names.tag_list({"Team": "b", names.RUN: "run-1"})
+
+
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each wait was."""

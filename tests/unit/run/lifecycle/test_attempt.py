@@ -107,7 +107,7 @@ def test_a_start_that_fails_while_all_machines_are_there_is_its_own_cause(run, a
 
 
 def test_machines_live_on_while_outputs_come_home(run, monkeypatch):
-    """They may take 15 minutes, which is as long as a lease lasts, and metrics come after them."""
+    """They may take `outputs_s`, which may be longer than a lease lasts, and metrics come after them."""
     leases = list[list[bytes | None]]()
 
     def take(*_):
@@ -116,8 +116,10 @@ def test_machines_live_on_while_outputs_come_home(run, monkeypatch):
     monkeypatch.setattr(attempt.outputs, "collect", take)
     monkeypatch.setattr(attempt.metrics, "collect", take)
     run.request = replace(run.request, spec=run.request.spec.model_copy(update={"outputs": ["*.png"]}))
-    assert run.conduct().succeeded
-    assert leases == [[b"1900\n"] * 2] * 2
+    timeouts = run.world.timeouts.model_copy(update={"outputs_s": 3600.0})
+    session = Session(run.record, run.world.events.append, timeouts)
+    assert conduct(session, run.request, run.fleet, run.world.cloud, Secrets()).succeeded
+    assert leases == [[b"5500\n"] * 2, [b"1900\n"] * 2], "a lease from the end of the fetch on"
 
 
 def nothing_left(node, job):
