@@ -123,7 +123,8 @@ class Figures:
         if os.environ.get("MGPU_DRAW") != draw.ALL or self._failed:
             return ""
         option, source = self._config.option, self._config.args_source
-        if source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr or option.lf:
+        some = option.collectonly or option.keyword or option.markexpr or getattr(option, "lf", False)
+        if source is not pytest.Config.ArgsSource.TESTPATHS or some:
             return ""
         return draw.list_slow(self._alone())
 

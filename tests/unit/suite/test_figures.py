@@ -101,3 +101,24 @@ def test_a_report_says_how_much_cpu_its_step_has_used():
 
     much, none = step(0.2), step(0.0)
     assert much >= 0.2 > none >= 0
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ({}, True),
+        ({"lf": False}, True),
+        ({"lf": True}, False),
+        ({"collectonly": True}, False),
+        ({"keyword": "a"}, False),
+    ],
+    ids=["without a cache", "everything", "what failed", "nothing is run", "some"],
+)
+def test_slow_tests_are_listed_after_a_run_of_everything_alone(figures, monkeypatch, options, listed):
+    monkeypatch.setenv("MGPU_DRAW", draw.ALL)
+    monkeypatch.setattr(draw, "list_slow", lambda seconds: f"{len(seconds)} listed")
+    figures("tests/unit/plan/test_plan.py::test_a", 1.0, 1.0)
+    config = figures.adds._config
+    config.option = SimpleNamespace(**{"collectonly": False, "keyword": "", "markexpr": "", **options})
+    config.args_source = pytest.Config.ArgsSource.TESTPATHS
+    assert figures.printed() == (["1 listed"] if listed else [])
