@@ -162,6 +162,14 @@ class RunView(Value):
         return cls.model_validate(plain | shown)
 
 
+def lasts(record: Record) -> bool:
+    """Whether the machines that a run has kept take another one, as far as its record says: the provider has taken none
+    of them, and neither a limit nor their lease has ended them."""
+    limit = record.stop_reason in ("hard_cap", "budget", "month")  # ends them at the same time, or soon
+    lost = record.fault == "provider" or record.under_repair is not None
+    return not (limit or lost or 0 < record.lease_until < time.time())
+
+
 def resumes(record: Record, *, kept: bool) -> str:
     """The command that goes on with a run from its newest checkpoint; `kept`: on the machines that it has kept, which
     have to be given back before it gets others."""
