@@ -254,15 +254,15 @@ def result_of(record: Record, **more: Any) -> Run:
 
 def next_lines(record: Record, *, resume: bool = False) -> list[str]:
     """What to type after a run; `resume`: also how to go on with one that did not succeed."""
-    run = record.run_id
+    run, kept = record.run_id, record.teardown == "kept"
     if record.teardown == "asked":
         return [f"mgpu down {run}    give back what may still be billed", "mgpu ls    what is billed now"]
-    if record.own_stack and record.state.final and not (record.attempt or record.checkpoint_id):  # no node has spoken
+    spoken = record.attempt or record.checkpoint_id  # a node has
+    if record.own_stack and record.state.final and not (spoken or kept):
         return [f"mgpu launch{record.file_argument}    once more"]
     from mgpu.run.view import lasts, resumes
 
-    lines, kept = [f"mgpu logs {run}"], record.teardown == "kept"
-    on_them = kept and lasts(record)
+    lines, on_them = [f"mgpu logs {run}"], kept and lasts(record)
     if record.checkpoint_id:
         lines.append(f"mgpu checkpoints pull {run}")
     if kept and not on_them:  # it gets no others before

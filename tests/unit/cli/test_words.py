@@ -138,6 +138,12 @@ def test_kept_machines_that_do_not_last_are_given_back_before_others_are_rented(
     assert not any(line.startswith("mgpu run") for line in lines)
 
 
+def test_machines_that_were_kept_before_any_node_has_spoken_can_be_given_back():
+    lines = closing.next_lines(record(teardown="kept", state=State.FAILED), resume=True)
+    assert any(line.startswith("mgpu down ") for line in lines)
+    assert not any(line.startswith("mgpu launch") for line in lines), "others would be rented beside them"
+
+
 @pytest.mark.parametrize(
     ("saves", "shown"),
     [
