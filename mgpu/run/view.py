@@ -165,9 +165,10 @@ class RunView(Value):
 def lasts(record: Record) -> bool:
     """Whether the machines that a run has kept take another one, as far as its record says: the provider has taken none
     of them, and neither a limit nor their lease has ended them."""
-    limit = record.stop_reason in ("hard_cap", "budget", "month")  # ends them at the same time, or soon
+    # what a budget pays for bounds the machines that were rented for the run, and no others
+    limits = ("hard_cap", "budget", "month") if record.own_stack else ("hard_cap",)
     lost = record.fault == "provider" or record.under_repair is not None
-    return not (limit or lost or 0 < record.lease_until < time.time())
+    return not (record.stop_reason in limits or lost or 0 < record.lease_until < time.time())
 
 
 def resumes(record: Record, *, kept: bool) -> str:

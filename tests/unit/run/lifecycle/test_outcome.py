@@ -112,6 +112,14 @@ def test_a_run_whose_machines_are_kept_goes_on_there_if_they_last(record, monkey
     assert "`mgpu launch --resume run-1`" in _error(record, stopped).next_step
 
 
+@pytest.mark.parametrize("by", ["budget", "month"])
+def test_a_budget_does_not_end_machines_that_stood_before_the_run(record, monkeypatch, by):
+    monkeypatch.chdir(record.project_base)
+    record.stack, record.own_stack, record.max_usd, record.stop_reason = "dev", False, 5.0, by
+    stopped = Ended(False, "x", Fault.STOPPED, stopped_by=StopReason(by))
+    assert "`mgpu run --stack dev --resume run-1`" in _error(record, stopped, stays=True).next_step
+
+
 def test_kept_machines_of_which_one_could_not_be_replaced_are_given_back_first(record, monkeypatch):
     monkeypatch.chdir(record.project_base)
     record.stack = "run-1"
