@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import click
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from mgpu.spec.text.change import Change
 
 F = TypeVar("F", bound=Callable[..., Any])
+_NAMES_A_USER = re.compile(r"(?:git\+)?https?://[^/]*@")  # whether a branch follows, or was forgotten
 _WAYS = {
     "systemd": "A timer of this user's systemd.",
     "cron": "A line of this user's crontab.",
@@ -305,12 +305,11 @@ def _code_of(spec: RunSpec, code_from: str | None) -> GitCode | None:
     if not spec.own_code or in_image(spec):
         why = "The code is in the image." if spec.own_code else "The bundled trainer has no code of yours."
         raise InputError("--code-from has nothing to fetch", why, "Leave it out.")
-    source = GitCode.of(code_from)
-    address = urlsplit(source.url)
-    if address.scheme == "https" and "@" in address.netloc:  # a token, as pip is given one
+    if _NAMES_A_USER.match(code_from):  # a token, as pip is given one
         why = "It would stand in the backend, in what commands print and in messages."
-        cure = f"Leave it out: `git` itself asks ~/.netrc or a credential helper for what opens {address.hostname}."
+        cure = "Leave it out: `git` itself asks ~/.netrc or a credential helper for what opens the repository."
         raise InputError("--code-from has a user, or a password, in its address", why, cure)
+    source = GitCode.of(code_from)
     with source.at(source.commit()) as folder:
         require_files(spec, folder, str(source))
     return source

@@ -162,6 +162,15 @@ class RunView(Value):
         return cls.model_validate(plain | shown)
 
 
+def lasts(record: Record) -> bool:
+    """Whether the machines that a run has kept take another one, as far as its record says: the provider has taken none
+    of them, and neither a limit nor their lease has ended them."""
+    # what a budget pays for bounds the machines that were rented for the run, and no others
+    limits = ("hard_cap", "budget", "month") if record.own_stack else ("hard_cap",)
+    lost = record.fault == "provider" or record.under_repair is not None
+    return not (record.stop_reason in limits or lost or 0 < record.lease_until < time.time())
+
+
 def resumes(record: Record, *, kept: bool) -> str:
     """The command that goes on with a run from its newest checkpoint; `kept`: on the machines that it has kept, which
     have to be given back before it gets others."""

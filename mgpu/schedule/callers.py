@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -375,10 +376,15 @@ def at_aws() -> bool:
 
 
 def region() -> str:
-    """The backend's, at AWS: as its client takes it."""
+    """The backend's, at AWS: as its client takes it, from the address, the environment or the profile."""
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
     given = dict(parse_qsl(urlsplit(location.current().url).query))
-    known = (given.get("region"), os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
-    return next(filter(None, known), "us-east-1")
+    known = given.get("region") or os.environ.get("AWS_REGION")
+    with suppress(BotoCoreError):  # a profile that is gone keeps nobody from taking back what was installed
+        known = known or Session(profile=given.get("profile")).get_config_variable("region")
+    return known or "us-east-1"
 
 
 def as_yaml(option: str, *documents: object) -> str:

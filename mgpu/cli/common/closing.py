@@ -254,19 +254,22 @@ def result_of(record: Record, **more: Any) -> Run:
 
 def next_lines(record: Record, *, resume: bool = False) -> list[str]:
     """What to type after a run; `resume`: also how to go on with one that did not succeed."""
-    run = record.run_id
+    run, kept = record.run_id, record.teardown == "kept"
     if record.teardown == "asked":
         return [f"mgpu down {run}    give back what may still be billed", "mgpu ls    what is billed now"]
-    if record.own_stack and record.state.final and not (record.attempt or record.checkpoint_id):  # no node has spoken
+    spoken = record.attempt or record.checkpoint_id  # a node has
+    if record.own_stack and record.state.final and not (spoken or kept):
         return [f"mgpu launch{record.file_argument}    once more"]
-    lines, kept = [f"mgpu logs {run}"], record.teardown == "kept"
+    from mgpu.run.view import lasts, resumes
+
+    lines, on_them = [f"mgpu logs {run}"], kept and lasts(record)
     if record.checkpoint_id:
         lines.append(f"mgpu checkpoints pull {run}")
-        if resume and record.state in ("failed", "stopped") and (kept or record.own_stack):
-            from mgpu.run.view import resumes
-
-            lines.append(f"{resumes(record, kept=kept)}    go on from its newest checkpoint")
-    if kept:
+    if kept and not on_them:  # it gets no others before
+        lines.append(f"mgpu down {run}    give its machines back")
+    if resume and record.checkpoint_id and record.state in ("failed", "stopped") and (kept or record.own_stack):
+        lines.append(f"{resumes(record, kept=on_them)}    go on from its newest checkpoint")
+    if on_them:
         stack = f" --stack {record.stack}"
         lines += [f"mgpu run{record.file_argument}{stack}    again on this fleet", f"mgpu down{stack}    give it back"]
     return lines

@@ -39,7 +39,7 @@ from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.limits import StopReason
 from mgpu.run.supervision.supervisor import Ended
-from mgpu.run.view import resumes
+from mgpu.run.view import lasts, resumes
 
 
 @dataclass(frozen=True)
@@ -274,10 +274,6 @@ _CURE = {
 }
 
 
-# what ends kept machines at the same time, or soon
-_OF_MACHINES = (StopReason.HARD_CAP, StopReason.BUDGET, StopReason.MONTH)
-
-
 def _error(record: Record, result: Result, *, stays: bool = False) -> MgpuError | None:
     """`stays`: its machines are kept."""
     run, safe, command = f"run {record.run_id}", _safe(record), _command(record, result, stays=stays)
@@ -331,10 +327,11 @@ def _safe(record: Record) -> str:
 
 
 def _command(record: Record, result: Result, *, stays: bool) -> str:
-    """What goes on with it: on machines that are kept, unless these end with it."""
-    ends = isinstance(result, Ended) and result.stopped_by in _OF_MACHINES
-    command = f"`{resumes(record, kept=stays and not ends)}`"
-    return f"`mgpu down {record.run_id}`, then {command}" if stays and ends else command
+    """What goes on with it: on the machines that it keeps, where all of them last."""
+    lost = isinstance(result, MgpuError) or (result is not None and bool(result.lost))
+    on_them = stays and not lost and lasts(record)
+    command = f"`{resumes(record, kept=on_them)}`"
+    return f"`mgpu down {record.run_id}`, then {command}" if stays and not on_them else command
 
 
 def _stays(record: Record, teardown: str) -> bool:

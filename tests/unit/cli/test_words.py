@@ -119,6 +119,32 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
 
 
 @pytest.mark.parametrize(
+    "why",
+    [
+        {"stop_reason": "hard_cap"},
+        {"stop_reason": "budget"},
+        {"stop_reason": "month"},
+        {"fault": "provider"},
+        {"lease_until": 1.0},
+        {"interruptions": [Interruption(1, "node 1 is gone", "provider", [1], 5, 0.0, 0.0)]},  # it was not replaced
+    ],
+)
+def test_kept_machines_that_do_not_last_are_given_back_before_others_are_rented(tmp_path, monkeypatch, why):
+    monkeypatch.chdir(tmp_path)
+    kept = {"run_file": str(tmp_path / "mgpu.yaml"), "teardown": "kept", "state": State.STOPPED}
+    lines = closing.next_lines(record(checkpoint_id="a001-step-5", **kept, **why), resume=True)
+    begins = [line.partition("    ")[0] for line in lines]
+    assert begins[-2:] == ["mgpu down a-1", "mgpu launch --resume a-1"]
+    assert not any(line.startswith("mgpu run") for line in lines)
+
+
+def test_machines_that_were_kept_before_any_node_has_spoken_can_be_given_back():
+    lines = closing.next_lines(record(teardown="kept", state=State.FAILED), resume=True)
+    assert any(line.startswith("mgpu down ") for line in lines)
+    assert not any(line.startswith("mgpu launch") for line in lines), "others would be rented beside them"
+
+
+@pytest.mark.parametrize(
     ("saves", "shown"),
     [
         ({"stall_s": 0.0231, "save_s": 12.3}, "the newest: training stood still for 0.02 s, on disk after 12.30 s"),

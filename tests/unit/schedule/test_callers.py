@@ -307,16 +307,26 @@ def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert not path.exists()
 
 
-def test_without_a_region_in_the_backends_address_it_is_that_of_its_client(bucket: Path, monkeypatch):
+def test_without_a_region_in_the_backends_address_it_is_that_of_its_client(bucket: Path, monkeypatch, tmp_path):
     known = location.current()
-    monkeypatch.setattr(callers.location, "current", lambda: replace(known, url="s3://team/runs"))
-    monkeypatch.delenv("AWS_REGION", raising=False)
-    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
-    assert callers.region() == "us-east-1"
+
+    def region(address: str) -> str:
+        monkeypatch.setattr(callers.location, "current", lambda: replace(known, url=address))
+        return callers.region()
+
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    assert region("s3://team/runs") == "us-east-1"
+    (tmp_path / "config").write_text("[default]\nregion = eu-west-2\n[profile work]\nregion = eu-west-3\n")
+    assert region("s3://team/runs") == "eu-west-2"
+    assert region("s3://team/runs?profile=work") == "eu-west-3"
+    assert region("s3://team/runs?profile=gone") == "us-east-1", "what was installed can be taken back without it"
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    assert callers.region() == "eu-west-1"
+    assert region("s3://team/runs?profile=work") == "eu-west-1"
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
-    assert callers.region() == "eu-north-1"
+    assert region("s3://team/runs") == "eu-north-1"
+    assert region("s3://team/runs?region=eu-south-1") == "eu-south-1"
 
 
 def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):

@@ -760,11 +760,16 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert kept.every().schedules == {}
     refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
     assert "names no code" in str(refused)
-    for secret in ("canary", "me:canary"):
-        address = f"git+https://{secret}@nowhere.invalid/a/b@main"
-        refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", address, "--yes").exception
-        assert "~/.netrc" in str(refused)
-        assert "canary" not in str(refused)
+    # also where the branch was forgotten: the token would be asked for as a host
+    for ref in ("@main", ""):
+        for secret in ("git+https://canary", "git+https://me:canary", "https://canary", "git+http://canary"):
+            address = f"{secret}@nowhere.invalid/a/b{ref}"
+            refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", address, "--yes").exception
+            assert isinstance(refused, InputError)
+            assert "~/.netrc" in str(refused)
+            assert "canary" not in str(refused)
+    refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "git+https://[a@main", "--yes").exception
+    assert isinstance(refused, InputError), "and not a bug"
     berlin = ("--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--machines", "new", "--if-missed", "latest")
     added = mgpu("schedule", "add", *berlin, "--yes", "--json")
     made = json.loads(added.stdout)

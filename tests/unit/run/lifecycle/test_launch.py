@@ -904,6 +904,22 @@ def test_a_run_that_failed_on_a_kept_fleet_says_what_goes_on_with_it_there(proje
         project.launch("teardown: keep\n", resume=record.load("last"))
 
 
+def test_a_kept_fleet_that_has_lost_a_machine_is_given_back_before_the_run_goes_on(project):
+    def lose(node, job):
+        project.world.train_on(node, job)
+        if node is project.world.nodes[0]:
+            project.world.commit(job.checkpoint.to, job.run_id, attempt=1, writer=job.writer, step=10)
+        project.world.cloud.phases[fleet_name("mine", job.run_id) + "-1"] = NodePhase.TERMINATED
+
+    project.world.program = lose
+    lost = project.launch("teardown: keep\n", nodes=2)
+    run_id = lost.record.run_id
+    assert f"`mgpu down {run_id}`, then `mgpu launch" in lost.error.next_step
+    downs.down(lost.record, project.context)
+    project.world.program = project.world.succeed
+    assert project.launch("teardown: keep\n", nodes=2, resume=record.load("last")).exit_code == 0
+
+
 def test_a_kept_fleets_end_is_never_told_past_its_hard_cap(project):
     project.world.hard_cap_at = time.time() + 600
     project.launch("teardown: keep\n")

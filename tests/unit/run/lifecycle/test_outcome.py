@@ -87,23 +87,43 @@ def test_who_stopped_it_is_the_kind_of_its_end(record, by, kind):
     assert "--resume run-1" in error.next_step
 
 
+ON_THEM, ON_OTHERS = "mgpu run --stack run-1 --resume run-1", "mgpu down run-1`, then `mgpu launch --resume run-1"
+
+
 @pytest.mark.parametrize(
-    ("by", "command"),
+    ("by", "fault", "lost", "command"),
     [
-        ("", "mgpu run --stack run-1 --resume run-1"),
-        ("user", "mgpu run --stack run-1 --resume run-1"),
-        ("deadline", "mgpu run --stack run-1 --resume run-1"),
-        ("hard_cap", "mgpu down run-1`, then `mgpu launch --resume run-1"),  # the machines end, too
-        ("budget", "mgpu down run-1`, then `mgpu launch --resume run-1"),
-        ("month", "mgpu down run-1`, then `mgpu launch --resume run-1"),
+        ("", Fault.USER, (), ON_THEM),
+        ("", Fault.INFRASTRUCTURE, (), ON_THEM),  # the store's
+        ("", Fault.INFRASTRUCTURE, (1,), ON_OTHERS),
+        ("", Fault.PROVIDER, (1,), ON_OTHERS),
+        ("user", Fault.STOPPED, (), ON_THEM),
+        ("deadline", Fault.STOPPED, (), ON_THEM),
+        ("hard_cap", Fault.STOPPED, (), ON_OTHERS),  # the machines end, too
+        ("budget", Fault.STOPPED, (), ON_OTHERS),
+        ("month", Fault.STOPPED, (), ON_OTHERS),
     ],
 )
-def test_a_run_whose_machines_are_kept_goes_on_there(record, monkeypatch, by, command):
+def test_a_run_whose_machines_are_kept_goes_on_there_if_they_last(record, monkeypatch, by, fault, lost, command):
     monkeypatch.chdir(record.project_base)
-    record.stack, record.max_usd = "run-1", 5.0
-    stopped = Ended(False, "x", Fault.STOPPED if by else Fault.USER, stopped_by=StopReason(by) if by else None)
+    record.stack, record.max_usd, record.fault, record.stop_reason = "run-1", 5.0, str(fault), by or None
+    stopped = Ended(False, "x", fault, stopped_by=StopReason(by) if by else None, lost=lost)
     assert f"`{command}`" in _error(record, stopped, stays=True).next_step
     assert "`mgpu launch --resume run-1`" in _error(record, stopped).next_step
+
+
+@pytest.mark.parametrize("by", ["budget", "month"])
+def test_a_budget_does_not_end_machines_that_stood_before_the_run(record, monkeypatch, by):
+    monkeypatch.chdir(record.project_base)
+    record.stack, record.own_stack, record.max_usd, record.stop_reason = "dev", False, 5.0, by
+    stopped = Ended(False, "x", Fault.STOPPED, stopped_by=StopReason(by))
+    assert "`mgpu run --stack dev --resume run-1`" in _error(record, stopped, stays=True).next_step
+
+
+def test_kept_machines_of_which_one_could_not_be_replaced_are_given_back_first(record, monkeypatch):
+    monkeypatch.chdir(record.project_base)
+    record.stack = "run-1"
+    assert f"`{ON_OTHERS}`" in _error(record, NoCapacity("none left"), stays=True).next_step
 
 
 @pytest.mark.parametrize("by", ["", "user", "deadline"])
