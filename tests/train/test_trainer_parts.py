@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import json
 import math
 import os
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -37,7 +39,7 @@ from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.step import set_streams
-from mgpu_train.strategies import initial, precision
+from mgpu_train.strategies import initial, memory, precision
 from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.strategies.single import Single
 from mgpu_train.tasks.base import Batch, Layout, Loss, Task
@@ -449,6 +451,37 @@ class TestBuffers:
         Plain(*given, clip_norm=1.0, micro_batches=1, did=lambda: None).gradients([inputs])  # type: ignore[list-item]
         assert torch.equal(model.weight.grad, weights.t() @ inputs)
 
+    def test_compiled_it_has_its_gradient_in_fp32_too(self, monkeypatch):
+        """A backward pass is compiled with the forward one, and torch takes the autocast of that for its own."""
+        from torch._functorch import config
+
+        class Router(nn.Linear):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                with torch.autocast("cpu", enabled=False):
+                    return super().forward(inputs)
+
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        torch.manual_seed(0)
+        model, weights, inputs = Router(64, 64, bias=False), torch.randn(64, 64), torch.randn(64, 64)
+        with config.patch(backward_pass_autocast="same_as_forward"):  # torch's own default
+            memory.compile_blocks(model, Layout())
+            with torch.autocast("cpu", torch.bfloat16):
+                total = (model(inputs) * weights).sum()
+            total.backward()
+        assert torch.equal(model.weight.grad, weights.t() @ inputs)
+
+    def test_what_is_computed_again_is_compiled_so_in_the_thread_that_does_it(self, monkeypatch):
+        """A GPU's backward pass has a thread of its own, which knows nothing of what another one has set."""
+        from torch._functorch import config
+
+        model, seen = nn.Sequential(nn.Linear(4, 4)), list[str]()
+        memory.save(model, Layout(("0",)), "full", compiled=True)
+        total = model(torch.ones(1, 4)).pow(2).sum()
+        thread = Thread(target=lambda: (total.backward(), seen.append(config.backward_pass_autocast)))
+        thread.start()
+        thread.join()
+        assert seen == ["off"]
+
     def test_stages_go_back_through_it_in_fp32_too(self, monkeypatch):
         from mgpu_train.engines.pipelined import Stage  # 0.3 s
 
@@ -612,36 +645,47 @@ class Numbered:
         return {"x": torch.tensor(samples)}
 
 
-@pytest.mark.parametrize("micro", [None, 1, 3])
-@pytest.mark.parametrize(("samples", "times"), [(20, 1), (9, 1), (2, 1), (24, 1), (100, 1), (1, 2)])
-def test_a_validation_counts_no_sample_twice_but_where_there_is_less_than_one_a_rank(
-    monkeypatch, samples, times, micro
-):
-    monkeypatch.setattr(loop, "exchange", lambda _place, seen, _wishes: seen)
-    config = TrainConfig(global_batch=8, validate_batches=3)
-    parts = list[list[int]]()
-    passes = set[int]()
+class TestValidation:
+    """On two ranks, of three batches of eight at most."""
 
-    def evaluate(batches: Iterable[Batch | None]) -> Any:
-        made = list(batches)
-        assert made[0] is not None
-        passes.add(len(made))
-        parts.append([int(number) for batch in made if batch is not None for number in batch["x"]])
-        return SimpleNamespace(means=lambda _: {}, vector=torch.zeros(0))
+    def validated(self, monkeypatch: Any, samples: int, micro: int | None, **given: Any) -> list[list[list[int]]]:
+        """The samples of each pass, by rank."""
+        monkeypatch.setattr(loop, "exchange", lambda _place, seen, _wishes: seen)
+        pipeline, parts = given.pop("pipeline", 1), list[list[list[int]]]()
 
-    for rank in (0, 1):
-        trainer: Any = Trainer.__new__(Trainer)
-        trainer.config, trainer.slices = config, Slices(8, micro, rank, 2)
-        trainer.place = SimpleNamespace(copy=rank, dp_size=2, pipeline=1)
-        trainer.loader, trainer.task = Loader(torch.device("cpu"), 1), SimpleNamespace(derived=lambda _: {})
-        trainer.validation_data = Numbered(samples)
-        trainer.engine = SimpleNamespace(evaluate=evaluate)
-        trainer._means(stoppable=False)
-        trainer.loader.close()
-    seen = sorted(parts[0] + parts[1])
-    assert len(seen) == min(24, times * samples)
-    assert len(set(seen)) == len(seen) // times
-    assert len(passes) == 1, "ranks wait for each other in each pass"
+        def evaluate(batches: Iterable[Batch | None]) -> Any:
+            parts.append([[] if batch is None else batch["x"].tolist() for batch in batches])
+            return SimpleNamespace(means=lambda _: {}, vector=torch.zeros(0))
+
+        for rank in (0, 1):
+            trainer: Any = Trainer.__new__(Trainer)
+            trainer.config = TrainConfig(global_batch=8, validate_batches=3, **given)
+            trainer.slices = Slices(8, micro, rank, 2)
+            trainer.place = SimpleNamespace(copy=rank, dp_size=2, pipeline=pipeline)
+            trainer.loader, trainer.task = Loader(torch.device("cpu"), 1), SimpleNamespace(derived=lambda _: {})
+            trainer.validation_data = Numbered(samples)
+            trainer.engine = SimpleNamespace(evaluate=evaluate)
+            trainer._means(stoppable=False)
+            trainer.loader.close()
+        assert all(part[0] for part in parts)
+        assert len({len(part) for part in parts}) == 1, "ranks wait for each other in each pass"
+        return parts
+
+    @pytest.mark.parametrize("micro", [None, 1, 3])
+    @pytest.mark.parametrize(("samples", "times"), [(20, 1), (9, 1), (2, 1), (24, 1), (100, 1), (1, 2)])
+    def test_no_sample_counts_twice_but_where_there_is_less_than_one_a_rank(self, monkeypatch, samples, times, micro):
+        seen = [each for part in self.validated(monkeypatch, samples, micro) for some in part for each in some]
+        assert len(seen) == min(24, times * samples)
+        assert len(set(seen)) == len(seen) // times
+
+    @pytest.mark.parametrize("given", [{"compile": True}, {"pipeline": 2}])
+    @pytest.mark.parametrize(("samples", "made"), [(20, 24), (9, 16), (8, 8), (2, 8), (100, 24)])
+    def test_where_passes_are_of_one_size_each_sample_counts_and_few_do_twice(self, monkeypatch, samples, made, given):
+        """Of two sizes, training is compiled for sizes that vary, and not as after a resume without a validation."""
+        passes = [some for part in self.validated(monkeypatch, samples, 2, **given) for some in part]
+        assert {len(some) for some in passes} == {2}
+        seen = [each for some in passes for each in some]
+        assert (len(seen), len(set(seen))) == (made, min(samples, made))
 
 
 class TestPatience:

@@ -85,7 +85,8 @@ def test_batch_norms_of_ranks_that_see_other_images_are_one_in_validation_and_ch
 def test_batch_norms_count_a_batch_once_though_it_is_computed_again(how):
     def trained(how: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, momentum=None))
+        norms = nn.InstanceNorm2d(4, track_running_stats=True), nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None)
+        block = nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], norms[1], nn.ReLU(), norms[2])
         model = nn.Sequential(block)
         memory.save(model, Layout(("0",)), how)
         for _ in range(3):
@@ -94,9 +95,10 @@ def test_batch_norms_count_a_batch_once_though_it_is_computed_again(how):
         return {**kept, **dict(model.named_buffers())}
 
     plain, again = trained("none"), trained(how)
-    assert plain["0.3.num_batches_tracked"] == 3
+    assert plain["0.4.num_batches_tracked"] == 3
     for name, each in plain.items():
-        assert torch.equal(again[name], each), name
+        near = 1e-6 if name.startswith("0.1.") else 0  # torch takes a mean over copies of an instance norm's statistics
+        torch.testing.assert_close(again[name], each, rtol=near, atol=near)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

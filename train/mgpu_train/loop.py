@@ -341,9 +341,11 @@ class Trainer:
         """Of the model as it is. Raises _Asked: on all ranks, if it is `stoppable` and a stop was asked for."""
         config, samples, size = self.config, len(self.validation_data), self.config.global_batch
         set_streams(config.seed, 0, self.place.copy)
-        wanted = config.validate_batches * size
-        if self.place.pipeline == 1:  # else micro-batches are all of one size, and some samples count twice
-            wanted = min(wanted, max(samples, self.place.dp_size))  # one for each replica at least
+        wanted = min(config.validate_batches * size, max(samples, self.place.dp_size))  # one for each replica at least
+        if self.place.pipeline > 1 or config.compile:
+            # all passes are of one size: after another one, training would be compiled for sizes that vary, which a
+            # resume without a validation before it is not
+            wanted = -(-wanted // size) * size
         parts = ((first, min(size, wanted - first)) for first in range(0, wanted, size))
         slices = (replace(self.slices, global_batch=count).of(first) for first, count in parts)
         positions = chain.from_iterable(slices)

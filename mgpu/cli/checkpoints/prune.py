@@ -83,9 +83,11 @@ def _said(given: dict[str, Any], deep: bool) -> str:
 def _retention(found: Source, given: dict[str, Any]) -> Retention:
     """The run file's, changed by what was given; 0 takes a rule away.
 
-    Raises InputError where neither says what stays.
+    Raises InputError where neither says what stays, or that less is better of what is called accuracy.
     """
     from mgpu_train.config import Retention
+
+    from mgpu.spec.expect import by_name
 
     given = {name: value or None for name, value in given.items()}
     base = found.retention()
@@ -95,7 +97,16 @@ def _retention(found: Source, given: dict[str, Any]) -> Retention:
             "Its run file is on the machine that launched it.",
             "Add `--keep-last N`.",
         )
-    return (base or Retention()).model_copy(update=given)
+    wanted = (base or Retention()).model_copy(update=given)
+    said = given if "best_metric" in given else wanted.model_fields_set
+    by_default = wanted.best_mode == "min" and "best_mode" not in said
+    if wanted.keep_best and by_default and by_name(wanted.best_metric) == "higher":
+        raise InputError(
+            f"nothing says which value of `{wanted.best_metric}` is the best",
+            "By its name more is better, and `min` is the default: the worst would stay, and the best go.",
+            "Add `--mode max`.",
+        )
+    return wanted
 
 
 def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePlan) -> None:

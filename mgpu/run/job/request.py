@@ -155,7 +155,8 @@ def _target(spec: RunSpec, store: str | None) -> CheckpointTarget | None:
     if spec.train and not (every_steps or given.every_minutes):
         every_steps = DEFAULT_EVERY_STEPS
     return CheckpointTarget(
-        **given.model_dump(exclude={"to", "every_steps", "writers"}),
+        # `prune` asks what it leaves out
+        **given.model_dump(exclude={"to", "every_steps", "writers"}, exclude_unset=True),
         to=(given.to or store or default_store()).rstrip("/"),
         every_steps=every_steps,
         writers=given.writers or ("all" if spec.train else "rank0"),

@@ -379,6 +379,19 @@ def test_what_is_best_can_be_said_anew(mgpu, many):
     assert list(found["keep"]) == ["a001-step-50", "a001-step-10"]
 
 
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [("best_metric: accuracy", ()), ("best_metric: loss, best_mode: min", ("--metric", "accuracy"))],
+)
+def test_the_worst_is_not_kept_for_the_best_unless_somebody_says_so(mgpu, many, world, said, options):
+    """Run files of earlier versions may say nothing of it; and what they say is of their own metric."""
+    given(world, f"{{keep_last: 2, keep_best: 1, {said}}}")
+    done = mgpu("checkpoints", "prune", "--yes", *options)
+    assert (done.code, "Add `--mode max`" in done.err) == (2, True)
+    assert there(many) == [10, 20, 30, 40, 50]
+    assert mgpu("checkpoints", "prune", "--yes", *options, "--mode", "max").code == 0
+
+
 def test_what_a_dry_run_says_to_type_does_what_it_has_shown(mgpu, many):
     rules = ("--keep-last", "1", "--keep-best", "1", "--metric", "accuracy", "--mode", "min", "--deep")
     shown = mgpu("checkpoints", "prune", *rules, "--dry-run", "--json").json["drop"]

@@ -90,7 +90,7 @@ def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, 
         fp8.convert(model, layout)
     if place.device.type == "cuda" and place.copies > 1:  # batch norms see the whole batch
         synchronise(model, _stage(place))
-    memory.save(model, layout, config.activation_checkpointing)
+    memory.save(model, layout, config.activation_checkpointing, compiled=config.compile)
     if config.compile:
         memory.compile_blocks(model, layout)
         task.compile()

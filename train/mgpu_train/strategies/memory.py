@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as Norm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from mgpu_train.config import ActivationCheckpointing
@@ -30,8 +30,9 @@ _KEPT = {
 }  # fmt: skip
 
 
-def save(model: nn.Module, layout: Layout, how: ActivationCheckpointing) -> None:
-    """Each block keeps its input alone (`full`), or what matrix products gave, too (`selective`).
+def save(model: nn.Module, layout: Layout, how: ActivationCheckpointing, *, compiled: bool = False) -> None:
+    """Each block keeps its input alone (`full`), or what matrix products gave, too (`selective`). `compiled`: blocks
+    will be.
 
     Raises TrainError: the task names no blocks.
     """
@@ -39,28 +40,32 @@ def save(model: nn.Module, layout: Layout, how: ActivationCheckpointing) -> None
         return
     if not layout.blocks:
         raise TrainError("`train.activation_checkpointing`: the task names no blocks (`Layout.blocks`)")
-    contexts: Contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    contexts: Contexts = noop_context_fn
+    if how == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
     for name in layout.blocks:
         block = model.get_submodule(name)
-        norms = [each for each in block.modules() if isinstance(each, BatchNorm) and each.track_running_stats]
-        each = contexts if how == "selective" else noop_context_fn
-        checkpoint(block, context_fn=functools.partial(_counted_once, each, norms) if norms else each)
+        norms = [each for each in block.modules() if isinstance(each, Norm) and each.track_running_stats]
+        around = functools.partial(_around, contexts, norms, compiled) if norms or compiled else contexts
+        checkpoint(block, context_fn=around)
 
 
-def _counted_once(contexts: Contexts, norms: Sequence[BatchNorm]) -> tuple[Context, Context]:
-    """Around the forward pass, and around what is computed again."""
+def _around(contexts: Contexts, norms: Sequence[Norm], compiled: bool) -> tuple[Context, Context]:
+    """The forward pass, and what is computed again."""
     first, again = contexts()
-    return first, _counted(norms, again)
+    return first, _computed_again(again, norms, compiled)
 
 
 @contextmanager
-def _counted(norms: Sequence[BatchNorm], again: Context) -> Iterator[None]:
-    """Batch norms have the batch in their statistics already: a second time it would weigh about twice as much."""
+def _computed_again(context: Context, norms: Sequence[Norm], compiled: bool) -> Iterator[None]:
+    """Norms with statistics have the batch in them already: a second time it would weigh about twice as much."""
+    if compiled:
+        _compile_backward_without_autocast()
     kept = [(norm, norm.momentum, norm.get_buffer("num_batches_tracked").clone()) for norm in norms]
     try:
         for norm in norms:
             norm.momentum = 0.0
-        with again:
+        with context:
             yield
     finally:
         for norm, momentum, count in kept:
@@ -74,5 +79,15 @@ def _policy(_context: object, operation: object, *_given: object, **_named: obje
 
 def compile_blocks(model: nn.Module, layout: Layout) -> None:
     """Each block is compiled by itself: those that are alike share what was compiled, and FSDP gathers in between."""
+    _compile_backward_without_autocast()
     for name in layout.blocks or ("",):
         model.get_submodule(name).compile()
+
+
+def _compile_backward_without_autocast() -> None:
+    """As it runs. Torch compiles it together with the forward pass, and would take that one's autocast for its own. It
+    keeps this by thread: what is computed again beside a GPU is compiled in another one."""
+    from torch._functorch import config
+
+    if hasattr(config, "backward_pass_autocast"):  # torch 2.8 may have no such choice
+        config.backward_pass_autocast = "off"  # noqa: S105 - no password
