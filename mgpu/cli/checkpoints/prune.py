@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mgpu_train.config import Retention
 
 
-_MODES = {"higher": "max", "lower": "min"}
+_MODES: dict[str | None, str] = {"higher": "max", "lower": "min"}
 _STUCK = "does not let all be removed that is given up"
 
 
