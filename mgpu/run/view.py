@@ -167,7 +167,7 @@ def lasts(record: Record) -> bool:
     of them, and neither a limit nor their lease has ended them."""
     # what a budget pays for bounds the machines that were rented for the run, and no others
     limits = ("hard_cap", "budget", "month") if record.own_stack else ("hard_cap",)
-    lost = record.fault == "provider" or record.under_repair is not None
+    lost = record.fault == "provider" or (record.under_repair is not None and bool(record.under_repair.nodes))
     return not (record.stop_reason in limits or lost or 0 < record.lease_until < time.time())
 
 

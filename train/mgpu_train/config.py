@@ -262,7 +262,7 @@ class Training(Model):
         8,
         ge=1,
         description="global batches per validation, always the same ones; where there are fewer samples, each of them "
-        "once",
+        "once (with `compile` or `pipeline_parallel`: until the last global batch is whole)",
     )
     early_stopping: EarlyStopping | None = Field(
         None, description="training ends when validation has stopped getting better (default: at the last step)"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mgpu_train.config import Retention
 
 
+_MODES: dict[str | None, str] = {"higher": "max", "lower": "min"}
 _STUCK = "does not let all be removed that is given up"
 
 
@@ -83,7 +84,7 @@ def _said(given: dict[str, Any], deep: bool) -> str:
 def _retention(found: Source, given: dict[str, Any]) -> Retention:
     """The run file's, changed by what was given; 0 takes a rule away.
 
-    Raises InputError where neither says what stays, or that less is better of what is called accuracy.
+    Raises InputError where neither says what stays, or a mode that a metric's name speaks against.
     """
     from mgpu_train.config import Retention
 
@@ -98,13 +99,14 @@ def _retention(found: Source, given: dict[str, Any]) -> Retention:
             "Add `--keep-last N`.",
         )
     wanted = (base or Retention()).model_copy(update=given)
-    said = given if "best_metric" in given else wanted.model_fields_set
-    by_default = wanted.best_mode == "min" and "best_mode" not in said
-    if wanted.keep_best and by_default and by_name(wanted.best_metric) == "higher":
+    ours = base is not None and base.best_metric == wanted.best_metric  # else the run file's mode is another one's
+    said = wanted.model_fields_set if ours else given
+    mode = _MODES.get(by_name(wanted.best_metric), wanted.best_mode)
+    if wanted.keep_best and "best_mode" not in said and mode != wanted.best_mode:
         raise InputError(
             f"nothing says which value of `{wanted.best_metric}` is the best",
-            "By its name more is better, and `min` is the default: the worst would stay, and the best go.",
-            "Add `--mode max`.",
+            f"By its name it is the {mode}, and without a word the {wanted.best_mode} would stay, and the best go.",
+            f"Add `--mode {mode}`.",
         )
     return wanted
 

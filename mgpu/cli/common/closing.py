@@ -76,10 +76,13 @@ def _left(console: Console, record: Record) -> None:
         )
         console.next(f"mgpu down {record.run_id}    end them", "mgpu ls    what is billed now")
         return
-    lease = f"{wiring.timeouts().lease_s / 60:.0f} min"
-    after = f"until the run ends, or {lease} longer if nobody is back by then (attach, reconcile)"
+    wanted, times = _wants_outputs(record), wiring.timeouts()
+    lease_s = times.lease_s + (times.outputs_s if wanted else 0)  # it is as long while they come
+    after = f"until the run ends, or up to {lease_s / 60:.0f} min longer if nobody is back by then (attach, reconcile)"
     console.say(f"left running: {price} {after}, at the latest {end}", "yellow")
-    console.say(f"nobody replaces a lost machine until then{_outputs_wait(record)}", "yellow")
+    lost = "" if record.store else "; if nobody does in time, they go with the machines (`checkpoint: none`)"
+    brought = f", and outputs come home then{lost}" if wanted else ""
+    console.say(f"nobody replaces a lost machine until then{brought}", "yellow")
     console.next(
         f"mgpu attach {record.run_id}    follow it",
         f"mgpu stop {record.run_id}      end it",
@@ -87,19 +90,15 @@ def _left(console: Console, record: Record) -> None:
     )
 
 
-def _outputs_wait(record: Record) -> str:
-    """What becomes of the outputs of a run that is left running; no more than can."""
+def _wants_outputs(record: Record) -> bool:
+    """Whether its run file names any; not where the record is damaged: nothing is promised then."""
     from mgpu.spec.load import accepted
 
     kept = Folder(record.run_id).run_file
     try:
-        wanted = accepted(kept.read_text(encoding="utf-8"), str(kept)).outputs
-    except (InputError, OSError):  # the record is damaged: nothing is promised
-        return ""
-    if not wanted:
-        return ""
-    lost = "" if record.store else "; if nobody does in time, they go with the machines (`checkpoint: none`)"
-    return f", and outputs come home then{lost}"
+        return bool(accepted(kept.read_text(encoding="utf-8"), str(kept)).outputs)
+    except (InputError, OSError):
+        return False
 
 
 def summary(record: Record) -> list[tuple[str, str]]:

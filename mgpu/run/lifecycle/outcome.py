@@ -14,6 +14,7 @@ from mgpu_train.agent.status.status import Fault
 
 from mgpu.context import Context
 from mgpu.errors import (
+    ConnectionFailed,
     InputError,
     Interrupted,
     MgpuError,
@@ -328,7 +329,7 @@ def _safe(record: Record) -> str:
 
 def _command(record: Record, result: Result, *, stays: bool) -> str:
     """What goes on with it: on the machines that it keeps, where all of them last."""
-    lost = isinstance(result, MgpuError) or (result is not None and bool(result.lost))
+    lost = isinstance(result, ConnectionFailed) or (isinstance(result, Ended) and bool(result.lost))
     on_them = stays and not lost and lasts(record)
     command = f"`{resumes(record, kept=on_them)}`"
     return f"`mgpu down {record.run_id}`, then {command}" if stays and not on_them else command

@@ -380,16 +380,26 @@ def test_what_is_best_can_be_said_anew(mgpu, many):
 
 
 @pytest.mark.parametrize(
-    ("said", "options"),
-    [("best_metric: accuracy", ()), ("best_metric: loss, best_mode: min", ("--metric", "accuracy"))],
+    ("said", "options", "mode"),
+    [
+        ("best_metric: accuracy", (), "max"),
+        ("best_metric: loss, best_mode: min", ("--metric", "accuracy"), "max"),
+        ("best_metric: accuracy, best_mode: max", ("--metric", "validation_loss"), "min"),
+    ],
 )
-def test_the_worst_is_not_kept_for_the_best_unless_somebody_says_so(mgpu, many, world, said, options):
+def test_the_worst_is_not_kept_for_the_best_unless_somebody_says_so(mgpu, many, world, said, options, mode):
     """Run files of earlier versions may say nothing of it; and what they say is of their own metric."""
     given(world, f"{{keep_last: 2, keep_best: 1, {said}}}")
     done = mgpu("checkpoints", "prune", "--yes", *options)
-    assert (done.code, "Add `--mode max`" in done.err) == (2, True)
+    assert (done.code, f"Add `--mode {mode}`" in done.err) == (2, True)
     assert there(many) == [10, 20, 30, 40, 50]
-    assert mgpu("checkpoints", "prune", "--yes", *options, "--mode", "max").code == 0
+    assert mgpu("checkpoints", "prune", "--yes", *options, "--mode", mode).code == 0
+
+
+def test_a_mode_of_the_run_file_counts_where_its_metric_is_named_again(mgpu, many, world):
+    given(world, "{keep_last: 1, keep_best: 1, best_metric: accuracy, best_mode: min}")
+    found = mgpu("checkpoints", "prune", "--dry-run", "--json", "--metric", "accuracy").json
+    assert list(found["keep"]) == ["a001-step-50", "a001-step-10"]
 
 
 def test_what_a_dry_run_says_to_type_does_what_it_has_shown(mgpu, many):

@@ -816,10 +816,12 @@ def test_what_a_command_waits_for_is_on_stderr_and_its_result_stays_one_object(m
     ("outputs", "store", "promised"),
     [
         ("", None, "machine until then next:"),
+        ("", None, "or up to 15 min longer"),
         ("outputs: [runs/]\n", "s3://b/p", "machine until then, and outputs come home then next:"),
+        ("outputs: [runs/]\n", "s3://b/p", "or up to 30 min longer"),  # it may be left while they come
         ("outputs: [runs/]\n", None, "if nobody does in time, they go with the machines (`checkpoint: none`)"),
     ],
-    ids=["no outputs", "stored", "without a store"],
+    ids=["no outputs", "its lease", "stored", "its lease while they come", "without a store"],
 )
 def test_whoever_leaves_a_run_is_promised_what_can_happen(world, outputs, store, promised, capsys):
     left = world.record("run-1", store=store, state=State.RUNNING)

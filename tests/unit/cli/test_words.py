@@ -138,6 +138,13 @@ def test_kept_machines_that_do_not_last_are_given_back_before_others_are_rented(
     assert not any(line.startswith("mgpu run") for line in lines)
 
 
+def test_a_run_that_was_stopped_before_its_next_attempt_goes_on_on_machines_that_are_all_there():
+    """The program hung, and no machine was lost."""
+    hung = Interruption(1, "no sign of progress", "infrastructure", [], 5, 0.0, 0.0)
+    kept = record(checkpoint_id="a001-step-5", teardown="kept", state=State.STOPPED, interruptions=[hung])
+    assert any(" --stack a-1 --resume a-1" in line for line in closing.next_lines(kept, resume=True))
+
+
 def test_machines_that_were_kept_before_any_node_has_spoken_can_be_given_back():
     lines = closing.next_lines(record(teardown="kept", state=State.FAILED), resume=True)
     assert any(line.startswith("mgpu down ") for line in lines)

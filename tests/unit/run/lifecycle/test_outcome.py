@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from mgpu_train.agent.status.status import Fault
 
-from mgpu.errors import Interrupted, NoCapacity, Stopped, TrainingFailed
+from mgpu.errors import ConnectionFailed, InputError, Interrupted, NoCapacity, Stopped, TrainingFailed
 from mgpu.run.lifecycle.outcome import _error
+from mgpu.run.record.record import Interruption
 from mgpu.run.supervision.limits import StopReason
 from mgpu.run.supervision.supervisor import Ended
 
@@ -123,7 +124,16 @@ def test_a_budget_does_not_end_machines_that_stood_before_the_run(record, monkey
 def test_kept_machines_of_which_one_could_not_be_replaced_are_given_back_first(record, monkeypatch):
     monkeypatch.chdir(record.project_base)
     record.stack = "run-1"
+    record.interruptions = [Interruption(3, "node 1 is gone", "provider", [1], 50, 0.0, 0.0)]
     assert f"`{ON_OTHERS}`" in _error(record, NoCapacity("none left"), stays=True).next_step
+
+
+def test_kept_machines_that_are_whole_again_stay_where_the_attempt_cannot_begin(record, monkeypatch):
+    monkeypatch.chdir(record.project_base)
+    record.stack = "run-1"
+    record.interruptions = [Interruption(3, "node 1 is gone", "provider", [1], 50, 0.0, 0.0, repaired_at=1.0)]
+    assert f"`{ON_THEM}`" in _error(record, InputError("the run's data is not there"), stays=True).next_step
+    assert f"`{ON_OTHERS}`" in _error(record, ConnectionFailed("node 1: no connection"), stays=True).next_step
 
 
 @pytest.mark.parametrize("by", ["", "user", "deadline"])
